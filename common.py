@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import fcntl
 import hashlib
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -29,18 +30,17 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent
 
 
-def lazy_import(name):
-    """The module `name`, executed at its first attribute access (torch alone takes over a second)."""
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.find_spec(name)
-    spec.loader = importlib.util.LazyLoader(spec.loader)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+class LazyModule:
+    """The module `name`, imported at its first attribute access (torch alone takes over a second)."""
+
+    def __init__(self, name):
+        self._name = name
+
+    def __getattr__(self, attribute):
+        return getattr(importlib.import_module(self._name), attribute)
 
 
-torch = lazy_import("torch")
+torch = LazyModule("torch")
 
 
 class Refusal(SystemExit, ValueError):
