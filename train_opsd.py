@@ -1,0 +1,489 @@
+"""Stage 2: distill the hinted teacher into the hint-free student, on the student's own samples.
+
+in   task files, hints.jsonl (stage 1), a Hugging Face model folder
+out  <out_dir>/checkpoint (a Hugging Face folder), metrics.jsonl, rollouts.jsonl, eval.jsonl, config.json
+
+1. Take the next tasks; a prompt is the prefix of a failed step. The student never sees the hint.
+2. Sample a few completions per prompt from the student and grade them.
+3. Pack: a task's prefix is laid down once, its completions follow as branches that do not see each other.
+   One packing with the hint in the prefix (teacher), one without (student); the completion tokens are the same.
+4. The teacher, the same model with its starting weights, reads its packing without gradient.
+5. Loss = mean over all completion tokens of the step of KL(student || teacher), the full vocabulary at a time,
+   its gradient written out by hand so that equal distributions give exactly zero.
+6. One AdamW step; the learning rate warms up, then decays linearly to a tenth.
+7. Every few steps: pass@1 on held-out tasks, always without a hint, and a checkpoint.
+
+Every random draw is a stream named by its seed, step and task, and dropout stays off, so a run that was killed and is
+started again by the same command continues from its last checkpoint to the same files.
+
+    python train_opsd.py
+"""
+import random
+import re
+import resource
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from common import (HFEngine, append_jsonl, die, grade_completion, head_weight, load_hints, load_model, load_tasks, new_folder,
+                    opt, pack_rows, packed_hidden, parse_config, read_jsonl, render_prompt, stable_seed, start_run, torch,
+                    write_text)
+from evaluate import evaluate_model, refuse_overlap
+
+
+@dataclass
+class Config:
+    tasks: list[str] = opt(["data/toolworld/train_tool.jsonl", "data/toolworld/train_chat.jsonl"], "task files to train on")
+    num_tasks: int = opt(240, "balanced subset of the tasks; 0 = all")
+    hints: str = opt("out/hints.jsonl", "hints file of optimize_hints.py; none = every hint empty")
+    control: str = opt("none", "empty = no hints at all, shuffled = hints of another failure kind", ["none", "empty", "shuffled"])
+    filter: str = opt("all", "passed = only tasks whose hint passed the search", ["all", "passed"])
+    min_hint_reward: float = opt(0.0, "only tasks whose hint_reward is at least this")
+    hint_position: str = opt("end", "where the teacher's hint stands in the prefix", ["end", "system", "first_user"])
+    enable_thinking: bool | None = opt(None, "passed to the chat template")
+    model: str = opt("data/toolworld/base", "Hugging Face folder to start from; the frozen teacher too")
+    out_dir: str = opt("out/opsd", "run folder; the same command resumes a run that was cut")
+    steps: int = opt(60, "optimizer steps")
+    tasks_per_step: int = opt(8, "tasks in one optimizer step")
+    rollouts_per_task: int = opt(4, "completions sampled for each of them")
+    temperature: float = opt(1.0, "divides the logits of student and teacher, in sampling and in scoring")
+    max_new_tokens: int = opt(96, "longest completion; longer ones are cut, graded and trained on as they are")
+    lr: float = opt(2e-4, "peak learning rate")
+    warmup_steps: int = opt(5, "steps of linear warm-up")
+    weight_decay: float = opt(0.0, "AdamW weight decay; above 0 even an empty hint moves the weights")
+    grad_clip: float = opt(1.0, "largest gradient norm")
+    loss: str = opt("dense", "dense = KL over the vocabulary, policy_gradient = sampled tokens", ["dense", "policy_gradient"])
+    divergence: str = opt("reverse_kl", "of the dense loss; reverse_kl = KL(student || teacher)", ["reverse_kl", "forward_kl", "jsd"])
+    top_k: int = opt(0, "dense loss on the student's k likeliest tokens and one bucket for the rest; 0 = every token")
+    grpo_weight: float = opt(0.0, "policy_gradient: share of the GRPO advantage; 0 = hints only, 1 = rewards only")
+    grpo_schedule: str = opt("constant", "how the hints' share 1 - grpo_weight goes on: linear = falls to 0, "
+                             "adaptive = halves whenever ten steps brought no better pass rate", ["constant", "linear", "adaptive"])
+    advantage_clip: float | None = opt(None, "policy_gradient: largest absolute advantage of a token (biased; off by default)")
+    teacher: str = opt("frozen", "frozen = starting weights, ema = running mean, live = current weights", ["frozen", "ema", "live"])
+    ema_decay: float = opt(0.99, "share of the old weights that the ema teacher keeps at each step")
+    row_tokens: int = opt(512, "tokens of a packed row, the unit of one forward and backward pass")
+    kl_chunk: int = opt(256, "completion tokens whose logits exist at a time")
+    eval_tasks: list[str] = opt(["data/toolworld/eval_tool.jsonl", "data/toolworld/eval_chat.jsonl"], "held-out task files")
+    eval_every: int = opt(10, "optimizer steps between evaluations (also before the first and after the last)")
+    eval_seeds: int = opt(1, "samples per held-out task")
+    save_every: int = opt(10, "optimizer steps between checkpoints to resume from")
+    seed: int = opt(0, "names every random stream of the run")
+    device: str = opt("cpu", "cpu or cuda")
+    dtype: str = opt("float32", "of weights and arithmetic; losses are float32 in any case", ["float32", "bfloat16"])
+
+
+def check(cfg):
+    """Refuses contradictory flags."""
+    gradient, mixes = cfg.loss == "policy_gradient", cfg.grpo_weight > 0 or cfg.grpo_schedule != "constant"
+    for wrong, message in [
+        (not gradient and (mixes or cfg.advantage_clip is not None),
+         "--grpo_weight, --grpo_schedule and --advantage_clip need --loss policy_gradient"),
+        (gradient and (cfg.divergence != "reverse_kl" or cfg.top_k), "--divergence and --top_k need --loss dense"),
+        (not 0 <= cfg.grpo_weight <= 1, "--grpo_weight lies between 0 and 1"),
+        (mixes and cfg.rollouts_per_task < 2, "--rollouts_per_task is at least 2 with a GRPO advantage, which compares the rollouts of a task"),
+        (cfg.temperature <= 0, "--temperature 0 has no distribution to distill"),
+        (min(cfg.steps, cfg.tasks_per_step, cfg.rollouts_per_task, cfg.max_new_tokens, cfg.eval_every, cfg.save_every) < 1,
+         "--steps, --tasks_per_step, --rollouts_per_task, --max_new_tokens, --eval_every and --save_every are at least 1"),
+    ]:
+        if wrong:
+            die(message)
+
+
+def select_tasks(tasks, hints, cfg):
+    """The tasks that have a hint which passes --filter and --min_hint_reward."""
+    tasks = [task for task in tasks if task["id"] in hints]
+    for field, asked in [("passed", cfg.filter == "passed"), ("hint_reward", cfg.min_hint_reward > 0)]:
+        lacking = next((task["id"] for task in tasks if field not in hints[task["id"]]), None) if asked else None
+        if lacking is not None:
+            die(f"cannot filter: the hint of task {lacking} has no field {field!r}")
+    if cfg.filter == "passed":
+        tasks = [task for task in tasks if hints[task["id"]]["passed"]]
+    if cfg.min_hint_reward > 0:
+        tasks = [task for task in tasks if hints[task["id"]]["hint_reward"] >= cfg.min_hint_reward]
+    return tasks or die("no task is left to train on")
+
+
+def latest_checkpoint(out_dir, steps):
+    """(folder, step) to resume from, (None, 0) in a fresh run; removes what is older or half written.
+
+    `checkpoint` is the finished run, `checkpoint-<step>` a run under way.
+    """
+    found = {path: steps if path.name == "checkpoint" else int(path.name[11:])
+             for path in Path(out_dir).glob("checkpoint*") if re.fullmatch(r"checkpoint(-\d+)?", path.name)}
+    latest = max(found, key=lambda path: (found[path], path.name == "checkpoint"), default=None)
+    for path in Path(out_dir).glob("checkpoint*"):
+        if path != latest:
+            shutil.rmtree(path)
+    return latest, found.get(latest, 0)
+
+
+def drop_rows_after(path, step):
+    """Cuts a record file back to the rows up to `step`, byte for byte; the rows after it are going to be made again."""
+    if path.exists():
+        kept = sum(row["step"] <= step for row in read_jsonl(path))
+        write_text(path, "".join(line + "\n" for line in path.read_bytes().decode("utf-8", "replace").split("\n")[:kept]))
+
+
+def load_teacher(cfg, student, state):
+    """The model that scores: the student itself (live) or a second copy of the starting weights without gradient.
+
+    `state` is the training state to resume from, {} in a fresh run.
+    """
+    if cfg.teacher == "live":
+        return student
+    teacher, _ = load_model(cfg.model, cfg.device, cfg.dtype)
+    if "teacher" in state:
+        teacher.load_state_dict(state["teacher"])
+    return teacher.requires_grad_(False)
+
+
+def update_ema(teacher, student, decay):
+    """teacher = decay * teacher + (1 - decay) * student, weight by weight; equal weights stay equal to the bit."""
+    with torch.no_grad():
+        for old, new in zip(teacher.parameters(), student.parameters()):
+            old.lerp_(new, 1 - decay)
+
+
+def save_checkpoint(out_dir, step, cfg, model, tokenizer, optimizer, teacher):
+    """Writes a Hugging Face folder under a temporary name, renames it, then removes the one before.
+
+    Before the last step it also holds training_state.pt. Step and seed name the data position and every random stream, so
+    no generator state is needed there.
+    """
+    with new_folder(out_dir / ("checkpoint" if step == cfg.steps else f"checkpoint-{step}")) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        if step < cfg.steps:
+            state = {"optimizer": optimizer.state_dict()}
+            if cfg.teacher == "ema":
+                state["teacher"] = teacher.state_dict()
+            torch.save(state, folder / "training_state.pt")
+    latest_checkpoint(out_dir, cfg.steps)
+
+
+def render_prompts(tokenizer, tasks, hints, cfg, max_length):
+    """{task id: (student ids, teacher ids)}: the same prefix without and with the hint."""
+    prompts = {}
+    for task in tasks:
+        student, teacher = (render_prompt(tokenizer, task["messages"], task["tools"], hint, cfg.hint_position, cfg.enable_thinking)
+                            for hint in ("", hints[task["id"]]["hint"]))
+        if max(len(student), len(teacher)) + cfg.max_new_tokens > max_length:
+            die(f"task {task['id']}: {max(len(student), len(teacher))} tokens of prompt and {cfg.max_new_tokens} new ones "
+                f"do not fit the model's {max_length}")
+        prompts[task["id"]] = student, teacher
+    return prompts
+
+
+def task_order(num_tasks, seed, start, count):
+    """The task indices at positions start .. start + count - 1 of an endless stream of shuffled epochs."""
+    order = []
+    for position in range(start, start + count):
+        epoch, offset = divmod(position, num_tasks)
+        order.append(random.Random(stable_seed("epoch", seed, epoch)).sample(range(num_tasks), num_tasks)[offset])
+    return order
+
+
+def lr_at(step, cfg):
+    """Learning rate of step 1 .. steps: up to lr in warmup_steps, then down to a tenth of it at the last step."""
+    if step <= cfg.warmup_steps:
+        return cfg.lr * step / cfg.warmup_steps
+    return cfg.lr * (1 - 0.9 * (step - cfg.warmup_steps) / (cfg.steps - cfg.warmup_steps))
+
+
+def grpo_weight_at(step, cfg, pass_rates, window=10):
+    """Share of the GRPO advantage at step 1 .. steps; pass_rates are those of the steps before it.
+
+    linear and adaptive lower the hints' share 1 - weight: hints speed up early learning, later they hold the student
+    back [B]. adaptive halves it for every full window of steps whose mean pass rate is not above the best one before.
+    [B] names no formula for either.
+    """
+    hint_share = 1 - cfg.grpo_weight
+    if cfg.grpo_schedule == "linear":
+        hint_share *= (cfg.steps - step) / max(1, cfg.steps - 1)
+    if cfg.grpo_schedule == "adaptive":
+        means = [sum(pass_rates[i:i + window]) / window for i in range(0, len(pass_rates) - window + 1, window)]
+        hint_share *= 0.5 ** sum(mean <= max(means[:i]) for i, mean in enumerate(means) if i > 0)
+    return 1 - hint_share
+
+
+def grpo_advantages(rewards):
+    """(reward - mean) / population std of the group: rewards (..., n), n rollouts of one task on the last axis.
+
+    Float64 of the same shape. A group without spread (std under 1e-8, or one rollout) gives exact zeros.
+    """
+    rewards = torch.as_tensor(rewards, dtype=torch.float64)
+    centred = rewards - rewards.mean(-1, keepdim=True)
+    std = centred.square().mean(-1, keepdim=True).sqrt()
+    return torch.where(std < 1e-8, 0.0, centred / std.clamp(min=1e-8))
+
+
+def mix_advantages(grpo, opsd, weight):
+    """weight * grpo + (1 - weight) * opsd, per token. The side without weight is not touched: it may be None."""
+    if weight == 1:
+        return grpo
+    return opsd if weight == 0 else weight * grpo + (1 - weight) * opsd
+
+
+def divergence_and_gradient(logp, logq, divergence):
+    """Divergence of each row (n,) in nats and p * dD/dp centred to the softmax's tangent (n, V).
+
+    logp, logq (n, V): student and teacher log-probabilities. Where they are equal both results are exactly zero; autograd
+    would leave rounding noise there, which Adam scales up to full steps.
+    """
+    p = logp.exp()
+    if divergence == "forward_kl":  # KL(teacher || student)
+        q = logq.exp()
+        return (q * (logq - logp)).sum(-1), p - q
+    if divergence == "jsd":  # halves of KL(student || m) and KL(teacher || m), m the mean of the two probabilities
+        logm = torch.maximum(logp, logq) + torch.log1p(torch.expm1(-(logp - logq).abs()) / 2)
+        kl = (p * (logp - logm)).sum(-1, keepdim=True)
+        return (kl[:, 0] + (logq.exp() * (logq - logm)).sum(-1)) / 2, p * (logp - logm - kl) / 2
+    ratio = logp - logq
+    kl = (p * ratio).sum(-1, keepdim=True)
+    return kl[:, 0], p * (ratio - kl)
+
+
+def dense_loss(divergence="reverse_kl", top_k=0):
+    """Token loss of chunked_loss: the divergence of student and teacher over the vocabulary.
+
+    With top_k it is that of the student's k likeliest tokens and one bucket that holds the rest: a coarser view of the
+    same two distributions, so between 0 and the full value. The bucket's mass is a logsumexp over the rest (1 - sum of
+    the others is noise in float32). top_k of the vocabulary's size or more is the full divergence.
+    """
+    def token_loss(logp, logq, span):
+        if not 0 < top_k < logp.shape[-1]:
+            return divergence_and_gradient(logp, logq, divergence)
+        index = logp.topk(top_k, -1).indices  # (n, k)
+        tail_p, tail_q = (x.scatter(-1, index, -torch.inf) for x in (logp, logq))  # (n, V)
+        mass_p, mass_q = (x.logsumexp(-1, keepdim=True) for x in (tail_p, tail_q))  # (n, 1)
+        coarse_p, coarse_q = (torch.cat([x.gather(-1, index), mass], -1) for x, mass in ((logp, mass_p), (logq, mass_q)))
+        loss, gradient = divergence_and_gradient(coarse_p, coarse_q, divergence)  # (n,), (n, k + 1)
+        spread = gradient[:, top_k:] * (tail_p - mass_p).exp()  # the bucket's share goes to its tokens by their probability
+        return loss, spread.scatter(-1, index, gradient[:, :top_k])
+    return token_loss
+
+
+def policy_gradient_loss(targets, sampler_logprobs, grpo, weight, clip=None):
+    """Token loss of chunked_loss: -advantage * importance ratio, with the gradient of -advantage * ratio * log p(target).
+
+    targets, sampler_logprobs, grpo: (T,) sampled ids, their log-probs when sampled, the rollout's GRPO advantage.
+    The hints' advantage is log teacher(y) - log student(y): positive where the teacher likes the token better, and in
+    expectation over y its gradient is that of the reverse KL. Advantage and ratio are constants here; the ratio to the
+    sampling policy is clipped at 2.
+    """
+    def token_loss(logp, logq, span):
+        index = targets[span, None]  # (n, 1)
+        student = logp.gather(-1, index)[:, 0]
+        opsd = logq.gather(-1, index)[:, 0] - student
+        advantage = mix_advantages(grpo[span], opsd, weight)
+        if clip is not None:
+            advantage = advantage.clamp(-clip, clip)
+        loss = -advantage * (student - sampler_logprobs[span]).exp().clamp(max=2)  # (n,)
+        gradient = -loss[:, None] * logp.exp()
+        return loss, gradient.scatter_add(-1, index, loss[:, None])  # loss * (onehot - p)
+    return token_loss
+
+
+def recording(token_loss, targets, logprobs, kl):
+    """token_loss that also writes, into logprobs and kl (T,), log student(target) and KL(student || teacher) of each token."""
+    def recorded(logp, logq, span):
+        logprobs[span] = logp.gather(-1, targets[span, None])[:, 0]
+        kl[span] = (logp.exp() * (logp - logq)).sum(-1)
+        return token_loss(logp, logq, span)
+    return recorded
+
+
+def chunked_loss(token_loss, hidden_s, weight_s, hidden_t, weight_t, chunk=256, temperature=1.0):
+    """Sum over tokens of token_loss(logp (n, V), logq (n, V), span) -> loss (n,), gradient (n, V).
+
+    The gradient is with respect to the student's logits / temperature. Hidden states (T, D) become logits only `chunk`
+    tokens at a time, and a chunk's loss and gradient are made together, so that (T, V) never exists whole. Log-softmax and
+    loss are float32. Differentiable in hidden_s and weight_s (V, D); the teacher (hidden_t, weight_t) is a constant.
+    """
+    def logprobs(hidden, weight, span):
+        return torch.log_softmax((hidden[span] @ weight.T).float() / temperature, -1)
+
+    class ChunkedLoss(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, hidden, weight):
+            total = torch.zeros((), dtype=torch.float64, device=hidden.device)  # the sum must not depend on the chunks
+            gradients = [torch.zeros_like(x, dtype=torch.float32) if needed else None
+                         for x, needed in zip((hidden, weight), ctx.needs_input_grad)]
+            for start in range(0, len(hidden), chunk):
+                span = slice(start, start + chunk)
+                logp, logq = logprobs(hidden, weight, span), logprobs(hidden_t, weight_t, span)
+                loss, gradient = token_loss(logp, logq, span)
+                total += loss.sum()
+                gradient = (gradient / temperature).to(hidden.dtype)
+                if gradients[0] is not None:
+                    gradients[0][span] = gradient @ weight
+                if gradients[1] is not None:
+                    gradients[1] += gradient.T @ hidden[span]
+            ctx.gradients = [None if x is None else x.to(hidden.dtype) for x in gradients]
+            return total.float()
+
+        @staticmethod
+        def backward(ctx, scale):
+            return tuple(None if x is None else x * scale for x in ctx.gradients)
+
+    return ChunkedLoss.apply(hidden_s, weight_s)
+
+
+def chunked_kl(hidden_s, weight_s, hidden_t, weight_t, chunk=256, divergence="reverse_kl", top_k=0, temperature=1.0):
+    """Summed divergence (nats) between the student's and the teacher's next-token distributions.
+
+    hidden (T, D) are final hidden states, weight (V, D) the lm_head; both logits are divided by the temperature.
+    Differentiable in hidden_s and weight_s, one chunk of logits at a time.
+    """
+    return chunked_loss(dense_loss(divergence, top_k), hidden_s, weight_s, hidden_t, weight_t, chunk, temperature)
+
+
+@dataclass
+class Rollout:
+    """One completion: its task, the seed and Sample it came from, its text and Grade."""
+    task: dict
+    seed: int
+    sample: object
+    text: str
+    grade: object
+
+
+def rollout_row(step, rollout, hints, reverse_kl):
+    """The rollouts.jsonl row; reverse_kl is the mean over the rollout's tokens, turn the number of turns before this one."""
+    task, sample = rollout.task, rollout.sample
+    return {"step": step, "id": task["id"], "hint_id": hints[task["id"]]["hint_id"],
+            "turn": sum(message["role"] == "assistant" for message in task["messages"]), "seed": rollout.seed,
+            "weight_version": step - 1, "completion": rollout.text, "completion_ids": sample.ids, "logprobs": sample.logprobs,
+            "reward": rollout.grade.reward, "finish_reason": sample.finish_reason, "reverse_kl": reverse_kl}
+
+
+def report(out_dir):
+    """Prints the result of a finished run from its record files."""
+    scores = {}
+    for row in read_jsonl(out_dir / "eval.jsonl"):
+        scores.setdefault(row["step"], []).append(row["passed"])
+    curve = {step: sum(passed) / len(passed) for step, passed in scores.items()}  # step -> pass@1
+    steps = list(curve)
+    best = max(steps, key=curve.get)
+    windows = {tuple(steps[i:i + 3]): sum(curve[step] for step in steps[i:i + 3]) / 3 for i in range(len(steps) - 2)}
+    metrics = read_jsonl(out_dir / "metrics.jsonl")
+    seconds = sum(value for row in metrics for name, value in row.items() if name.startswith("seconds_"))
+    print(f"held-out hint-free pass@1: {curve[steps[0]]:.3f} -> {curve[steps[-1]]:.3f}, step {steps[0]} -> {steps[-1]}")
+    print(f"best step: {curve[best]:.3f}, step {best} (chosen on the evaluation tasks)")
+    if windows:
+        window = max(windows, key=windows.get)
+        print(f"best three-checkpoint window: {windows[window]:.3f}, steps {window[0]} to {window[-1]} (chosen on the evaluation tasks)")
+    print(f"KL(student || teacher) in nats per token: {metrics[0]['reverse_kl']:.4f} -> {metrics[-1]['reverse_kl']:.4f}")
+    print(f"{len(metrics)} steps in {seconds:.0f} s, evaluations not counted; weights in {out_dir / 'checkpoint'}")
+
+
+def main(cfg):
+    check(cfg)
+    started = time.time()
+    tasks, eval_tasks = load_tasks(cfg.tasks, cfg.num_tasks), load_tasks(cfg.eval_tasks)
+    refuse_overlap(tasks, eval_tasks)
+    hints = load_hints(cfg.hints, tasks, cfg.control, cfg.seed)
+    tasks = select_tasks(tasks, hints, cfg)
+    out_dir = start_run(cfg.out_dir, cfg)
+    resumed, done = latest_checkpoint(out_dir, cfg.steps)
+    if done == cfg.steps:
+        return report(out_dir)
+    for name in ("metrics.jsonl", "rollouts.jsonl", "eval.jsonl"):
+        drop_rows_after(out_dir / name, done)
+
+    model, tokenizer = load_model(resumed or cfg.model, cfg.device, cfg.dtype)
+    state = torch.load(resumed / "training_state.pt", map_location="cpu") if resumed else {}
+    teacher = load_teacher(cfg, model, state)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay, fused=True)
+    if resumed:
+        optimizer.load_state_dict(state["optimizer"])
+    engine = HFEngine(model, tokenizer)  # samples from the weights in training: nothing to synchronise
+    prompts = render_prompts(tokenizer, tasks, hints, cfg, model.config.max_position_embeddings)
+    pass_rates = [row["pass_rate"] for row in read_jsonl(out_dir / "metrics.jsonl")] if resumed else []
+    print(f"{len(tasks)} tasks with a hint, {len(eval_tasks)} held-out tasks, {done} of {cfg.steps} steps done")
+    bar = tqdm(total=cfg.steps, initial=done, desc="train", unit="step")
+
+    def evaluate(step):
+        evaluate_model(engine, tokenizer, eval_tasks, cfg.eval_seeds, out_dir / "eval.jsonl", {"step": step}, cfg.seed,
+                       cfg.temperature, cfg.max_new_tokens)
+
+    if done == 0:
+        evaluate(0)
+    for step in range(done + 1, cfg.steps + 1):
+        # Sample from the student, without a hint, and grade.
+        clock = [time.time()]
+        position = (step - 1) * cfg.tasks_per_step
+        batch = [tasks[i] for i in task_order(len(tasks), cfg.seed, position, cfg.tasks_per_step)]
+        seeds = [[stable_seed("rollout", cfg.seed, position + i, k) for k in range(cfg.rollouts_per_task)] for i in range(len(batch))]
+        groups = engine.generate([prompts[task["id"]][0] for task in batch], seeds, cfg.max_new_tokens, cfg.temperature)
+        rollouts = [Rollout(task, seed, sample, text := tokenizer.decode(sample.ids, skip_special_tokens=True), grade_completion(task, text))
+                    for task, task_seeds, group in zip(batch, seeds, groups) for seed, sample in zip(task_seeds, group)]
+        rewards = torch.tensor([rollout.grade.reward for rollout in rollouts]).view(len(batch), -1)  # (tasks, rollouts per task)
+        clock.append(time.time())
+
+        # Pack twice. Every (T,) tensor from here on lists the completion tokens in one order: task, rollout, token.
+        student_rows, teacher_rows = (pack_rows([(prompts[task["id"]][role], [sample.ids for sample in group])
+                                                 for task, group in zip(batch, groups)], cfg.row_tokens) for role in (0, 1))
+        lengths = [len(rollout.sample.ids) for rollout in rollouts]
+        num_tokens = sum(lengths)  # T
+        targets = torch.cat([row.targets for row in student_rows]).to(cfg.device)
+        sampler_logprobs = torch.tensor([x for rollout in rollouts for x in rollout.sample.logprobs], device=cfg.device)
+        grpo = grpo_advantages(rewards).flatten().float().repeat_interleave(torch.tensor(lengths)).to(cfg.device)
+        weight = grpo_weight_at(step, cfg, pass_rates)
+
+        # Teacher: the hidden states that predict the same tokens with the hint in the prefix.
+        with torch.no_grad():
+            hidden_t = torch.cat([packed_hidden(teacher, row) for row in teacher_rows])  # (T, D)
+        clock.append(time.time())
+
+        # Student: loss and gradient row by row, divided once by the tokens of the whole step, then the update.
+        loss, start = 0.0, 0
+        logprobs, kl = torch.zeros(2, num_tokens, device=cfg.device)
+        for row in student_rows:
+            span = slice(start, start := start + len(row.targets))
+            token_loss = dense_loss(cfg.divergence, cfg.top_k) if cfg.loss == "dense" else policy_gradient_loss(
+                targets[span], sampler_logprobs[span], grpo[span], weight, cfg.advantage_clip)
+            row_loss = chunked_loss(recording(token_loss, targets[span], logprobs[span], kl[span]), packed_hidden(model, row),
+                                    head_weight(model), hidden_t[span], head_weight(teacher), cfg.kl_chunk, cfg.temperature)
+            (row_loss / num_tokens).backward()
+            loss += float(row_loss.detach()) / num_tokens
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip, error_if_nonfinite=True)
+        optimizer.param_groups[0]["lr"] = lr_at(step, cfg)
+        optimizer.step()
+        optimizer.zero_grad()
+        if cfg.teacher == "ema":
+            update_ema(teacher, model, cfg.ema_decay)
+        clock.append(time.time())
+
+        # Records, held-out evaluation, checkpoint: in this order, so that a checkpoint vouches for all rows up to its step.
+        metrics = {"step": step, "loss": loss, "reverse_kl": float(kl.mean()), "reward_mean": float(rewards.mean()),
+                   "pass_rate": sum(rollout.grade.passed for rollout in rollouts) / len(rollouts), "num_tokens": num_tokens,
+                   "truncated_frac": sum(rollout.sample.finish_reason == "length" for rollout in rollouts) / len(rollouts),
+                   "grad_norm": float(grad_norm), "lr": lr_at(step, cfg),
+                   "logprob_gap": float((logprobs - sampler_logprobs).abs().mean())}  # trainer against sampler, nats
+        if cfg.loss == "policy_gradient":
+            ratio = (logprobs - sampler_logprobs).exp()
+            metrics |= {"grpo_weight": weight, "ratio_mean": float(ratio.mean()), "ratio_clipped_frac": float((ratio > 2).float().mean()),
+                        "silent_groups_frac": float((rewards.std(-1, correction=0) < 1e-8).float().mean())}
+        metrics |= {f"seconds_{phase}": b - a for phase, a, b in zip(("sample", "teacher", "student"), clock, clock[1:])}
+        append_jsonl(out_dir / "metrics.jsonl", metrics)
+        pass_rates.append(metrics["pass_rate"])
+        for rollout, of_rollout in zip(rollouts, kl.split(lengths)):
+            append_jsonl(out_dir / "rollouts.jsonl", rollout_row(step, rollout, hints, float(of_rollout.mean())))
+        bar.update()
+        bar.set_postfix_str(f"reverse KL {metrics['reverse_kl']:.3f}, training pass rate {metrics['pass_rate']:.2f}")
+        if step % cfg.eval_every == 0 or step == cfg.steps:
+            evaluate(step)
+        if step % cfg.save_every == 0 or step == cfg.steps:
+            save_checkpoint(out_dir, step, cfg, model, tokenizer, optimizer, teacher)
+    bar.close()
+    report(out_dir)
+    peak = torch.cuda.max_memory_allocated() if cfg.device == "cuda" else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(f"{time.time() - started:.0f} s in this process, peak memory {peak / 2**30:.2f} GiB")
+
+
+if __name__ == "__main__":
+    main(parse_config(Config))
