@@ -1,0 +1,626 @@
+"""Stage 1: find, for every failed step, the hint that makes the frozen teacher recover.
+
+In:  task rows (data/<world>/*.jsonl: the prefix, the tools, the failed step, its public feedback).
+Out: out/hints.jsonl (one row per task: its best hint), out/hint_trials.jsonl (every hint and rollout),
+     out/writer_calls.jsonl (every answer of the hint writer), out/config.json.
+
+The algorithm ([A], "Scaling On-Policy Self-Distillation with Hint Auto-Optimization"):
+  1. The writer sees prefix, tools, failed step, public feedback and all earlier trials, and writes a hint.
+  2. The leak check turns hints down that give an answer away or speak of the grader; that costs no rollout.
+  3. The hint is appended to the same prefix every time and the teacher continues: one seeded rollout.
+  4. The world grades the continuation; a promising hint gets --confirm more rollouts on fresh seeds.
+  5. Three successes of three end a task; otherwise the next round, up to --max_rounds.
+  6. The best hint by mean reward is kept. Its reward is biased by luck, so fresh seeds measure it again,
+     and the same seeds without a hint give the control.
+All tasks move together: a round is one set of concurrent writer calls and two batches for the engine.
+A killed run goes on when started again: what is on disk is never computed or paid a second time.
+
+    python optimize_hints.py
+"""
+import itertools
+import json
+import os
+import random
+import re
+import unicodedata
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from statistics import mean
+from time import perf_counter, sleep, time
+
+from common import (HFEngine, InfraError, append_jsonl, die, grade_completion, load_hints, load_model, load_tasks, load_world,
+                    opt, parse_config, parse_tool_calls, read_jsonl, render_prompt, stable_seed, start_run, write_text)
+
+
+@dataclass
+class Config:
+    tasks: list[str] = opt(["data/toolworld/train_tool.jsonl", "data/toolworld/train_chat.jsonl"], "task files")
+    num_tasks: int = opt(240, "a subset balanced over failure kinds; 0 takes all")
+    model: str = opt("data/toolworld/base", "the teacher: a Hugging Face folder")
+    out_dir: str = opt("out", "where the results go; a run that was cut goes on there")
+    writer: str = opt("scripted", "who writes hints: templates (a stand-in for an LLM) | an LLM server | a file",
+                      ["scripted", "openai", "file"])
+    hints_file: str = opt("", "--writer file: JSONL rows with hint and id (or failure_kind)")
+    search: str = opt("confidence", "none measures the writer's first hint on the fresh seeds only", ["confidence", "none"])
+    max_rounds: int = opt(15, "hints written per task at most")
+    confirm: int = opt(2, "further rollouts for a promising hint")
+    fresh: int = opt(4, "rollouts on fresh seeds for the chosen hint, and as many without a hint")
+    temperature: float = opt(1.0, "of the teacher's rollouts")
+    max_new_tokens: int = opt(96, "of a rollout")
+    hint_position: str = opt("end", "the message that takes the hint", ["end", "system", "first_user"])
+    enable_thinking: bool | None = opt(None, "passed to the chat template where set")
+    seed: int = opt(0, "names every random stream")
+    device: str = opt("cpu", "cpu | cuda")
+    dtype: str = opt("float32", "of the weights", ["float32", "bfloat16"])
+    writer_model: str = opt("", "--writer openai: the model's name")
+    base_url: str = opt("", "--writer openai: the server, as in http://localhost:8000/v1; the key comes from OPENAI_API_KEY")
+    writer_api: str = opt("chat", "chat sends max_tokens, temperature and seed | reasoning sends max_completion_tokens only",
+                          ["chat", "reasoning"])
+    writer_temperature: float = opt(1.0, "of the writer")
+    writer_max_tokens: int = opt(2048, "of one answer of the writer, its reasoning included")
+    writer_timeout: float = opt(120.0, "seconds for one request")
+    max_retries: int = opt(4, "further attempts when a request fails for a passing reason")
+    concurrency: int = opt(8, "writer calls at a time")
+    price_in: float | None = opt(None, "USD per million prompt tokens of the writer")
+    price_out: float | None = opt(None, "USD per million completion tokens of the writer")
+
+
+# What does not change a result may differ when a run goes on.
+FREE_FIELDS = ("writer_timeout", "max_retries", "concurrency", "price_in", "price_out")
+# What the writer and the leak check see of a task. Never `spec`: it holds the answer and is for the grader alone.
+VISIBLE = ("id", "world", "failure_kind", "messages", "tools", "failed_completion", "failed_feedback")
+
+
+MAX_HINT_CHARS = 600
+
+
+def leaves(value, key=""):
+    """Every value in nested JSON as (its key, its text); the text of an object or a list is empty."""
+    if isinstance(value, dict):
+        yield key, ""
+        for name, inner in value.items():
+            yield from leaves(inner, name)
+    elif isinstance(value, list):
+        yield key, ""
+        for inner in value:
+            yield from leaves(inner, key)
+    else:
+        yield key, str(value)
+
+
+# Writers: write(view, round_index) -> {"hint", ...} or None when there is nothing left to propose. A view is
+# the VISIBLE part of a task plus its `trials` so far. What else a writer returns is recorded with the call.
+
+MARKER = re.compile(r"@@(.+?)@@")
+
+
+def fill_markers(template, values):
+    """Replaces each @@NAME@@ by values["NAME"] in one pass: text that holds braces or markers stays as it is."""
+    return MARKER.sub(lambda match: values[match[1]], template)
+
+
+GENERIC_RULES = [{"feedback": "", "hints": [
+    "Read the policy and the last message again before you choose among @@TOOLS@@.",
+    "Use @@OTHER@@ for this step.",
+    "Take the @@ARG@@ from the record that the user means.",
+    "Check the form and the unit of @@ARG@@ against the schema of @@TOOL@@.",
+    "Give @@ARG@@ as well when you call @@TOOL@@.",
+    "Follow the policy: @@POLICY@@"]}]
+
+
+def marker_values(view):
+    """{marker: {what it may stand for: the text that @@MARKER:regex@@ is matched against}}, from what the writer may see."""
+    schemas = {tool["function"]["name"]: tool["function"] for tool in view["tools"]}
+    calls = parse_tool_calls(view.get("failed_completion", ""))[1]
+    tool = calls[0]["name"] if calls else ""
+    arguments = schemas.get(tool, {}).get("parameters", {}).get("properties", {})
+    text = lambda role: "\n".join(m["content"] for m in view["messages"] if m["role"] == role and m.get("content"))
+    records = []
+    for message in view["messages"]:
+        if message["role"] == "tool":
+            try:
+                records += leaves(json.loads(message["content"]))
+            except ValueError:
+                pass  # an error in plain words
+    request = set(re.findall(r"\w+", text("user").casefold()))
+    return {
+        "TOOL": {tool: tool} if tool else {},  # called in the failed step
+        "OTHER": {name: f"{name} {schema}" for name, schema in schemas.items() if name != tool},
+        "TOOLS": {", ".join(schemas): ""},
+        "ARG": {name: f"{name} {schema}" for name, schema in arguments.items()},  # of that tool
+        "FIELD": {key: f"{key} {value}" for key, value in records if key},  # of the records in the prefix
+        "VALUE": {value: key for key, value in records if value.casefold() in request},  # those that the user mentions
+        "POLICY": {sentence: sentence for sentence in re.split(r"(?<=[.!?])\s+", text("system"))},
+    }
+
+
+class ScriptedWriter:
+    """A stand-in for an LLM, so that the method runs without a key: fills in templates, and failures only move it on.
+
+    data/<world>/writer_rules.jsonl holds {"feedback": regex, "hints": [templates]}; a rule counts when its
+    regex is found in the feedback of the failed step or of a failed trial (all count when none is). A
+    template has the markers of marker_values and @@1@@, @@2@@: groups of the regex. A marker with several
+    values makes several hints, one without a value none. The order is a seeded shuffle.
+    """
+
+    def __init__(self, cfg, views):
+        self.seed, self.rules = cfg.seed, {}
+        for world in {view["world"] for view in views}:
+            path = Path(load_world(world).__file__).with_name("writer_rules.jsonl")
+            self.rules[world] = read_jsonl(path, ("feedback", "hints")) if path.exists() else GENERIC_RULES
+        print("writer: scripted templates, a stand-in for an LLM (--writer openai asks a real one)")
+
+    def write(self, view, round_index):
+        said = [view.get("failed_feedback", ""), *(t["feedback"] for t in view["trials"] if t.get("reward", 1) < 1)]
+        rules, values = self.rules[view["world"]], marker_values(view)
+        matching = [(rule, match.groups()) for rule in rules for text in said if (match := re.search(rule["feedback"], text))]
+        hints = {hint for rule, groups in matching or [(rule, ()) for rule in rules]
+                 for template in rule["hints"] for hint in self.expand(template, values, groups)}
+        hints -= {trial["hint"] for trial in view["trials"]}
+        if hints:
+            return {"hint": min(hints, key=lambda hint: stable_seed("scripted", self.seed, view["id"], hint))}
+
+    def expand(self, template, values, groups=()):
+        """All hints that a template stands for."""
+        values = values | {str(number): {group: ""} for number, group in enumerate(groups, 1) if group}
+        markers, choices = list(dict.fromkeys(MARKER.findall(template))), []
+        for marker in markers:
+            name, _, pattern = marker.partition(":")
+            if name not in values and not name.isdigit():
+                die(f"writer rules: unknown marker @@{marker}@@ in {template!r}")
+            choices.append([value for value, about in values.get(name, {}).items() if value and re.search(pattern, about)])
+        return [fill_markers(template, dict(zip(markers, chosen))) for chosen in itertools.product(*choices)]
+
+
+class FileWriter:
+    """Hints that somebody wrote before, one per task or per failure kind."""
+
+    def __init__(self, cfg, views):
+        self.hints = load_hints(cfg.hints_file, views)
+
+    def write(self, view, round_index):
+        return {"hint": self.hints[view["id"]]["hint"]} if round_index == 0 and view["id"] in self.hints else None
+
+
+WRITER_RULES = f"""You write hints for an assistant that works with tools. It is about to take its next step in a conversation. You are also \
+shown a step that went wrong at this very point, so that you can tell what the assistant needs to be told before it acts.
+
+Rules for a hint:
+1. It looks forward: it says how to go about the next step, and everyone who knows only the conversation and the tools can see why.
+2. The step that went wrong is for your diagnosis alone. The hint does not mention it, nor any attempt, mistake, grading, score or reward.
+3. It gives no answer worked out in hindsight. It says where a value stands and what form it needs. An id, number, date, name or quoted \
+text may be written only if the conversation or the tools contain it, never in disguise, and never the finished call or reply.
+4. It makes the assistant do what the step was for. To give up, hand over or do something else instead is no recovery.
+5. It is one to three plain sentences, at most {MAX_HINT_CHARS} characters. Answer with the hint and nothing else."""
+
+WRITER_REQUEST = """Tools:
+@@TOOLS@@
+
+Conversation:
+@@CONVERSATION@@
+
+The step that went wrong:
+@@FAILED@@
+
+What was said about it:
+@@FEEDBACK@@
+
+Hints so far, each with what came of it:
+@@TRIALS@@
+
+Write the next hint."""
+
+
+def writer_messages(view):
+    """The chat messages that ask an LLM for the next hint."""
+    lines = lambda rows: "\n".join(json.dumps(row, ensure_ascii=False) for row in rows) or "none"
+    shown = ("hint", "rejected", "completion", "reward", "action", "feedback")
+    request = fill_markers(WRITER_REQUEST, {
+        "TOOLS": lines(view["tools"]), "CONVERSATION": lines(view["messages"]), "FAILED": view.get("failed_completion", "not recorded"),
+        "FEEDBACK": view.get("failed_feedback", "nothing"),
+        "TRIALS": lines({key: trial[key] for key in shown if key in trial} for trial in view["trials"])})
+    return [{"role": "system", "content": WRITER_RULES}, {"role": "user", "content": request}]
+
+
+def request_body(cfg, seed, refused=()):
+    """The request without its messages. Reasoning models refuse max_tokens, a temperature and a seed."""
+    limit = "max_completion_tokens" if cfg.writer_api == "reasoning" or "max_tokens" in refused else "max_tokens"
+    body = {"model": cfg.writer_model, limit: cfg.writer_max_tokens}
+    if cfg.writer_api == "chat":
+        body |= {"temperature": cfg.writer_temperature, "seed": seed}
+    return {key: value for key, value in body.items() if key not in refused}
+
+
+def retry_after(error):
+    """Seconds that the server asks to wait, given as a number or as a date; 0 where it says nothing."""
+    value = error.response.headers.get("retry-after", "") if hasattr(error, "response") else ""
+    try:
+        return float(value) if value[:1].isdigit() else parsedate_to_datetime(value).timestamp() - time()
+    except ValueError:
+        return 0.0
+
+
+class OpenAIWriter:
+    """Any server with the chat completions API, through the official client."""
+
+    def __init__(self, cfg, views):
+        import openai
+        self.openai, self.cfg, self.refused = openai, cfg, set()
+        # Retries are ours alone: the SDK's would multiply them, and its timeout is ten minutes.
+        self.client = openai.OpenAI(base_url=cfg.base_url or None, api_key=os.environ.get("OPENAI_API_KEY", "none"),
+                                    max_retries=0, timeout=cfg.writer_timeout)
+
+    def write(self, view, round_index):
+        seed = stable_seed("writer", self.cfg.seed, view["id"], round_index) >> 32  # servers take 31 bits
+        response = self.send(writer_messages(view), seed)
+        choice = response.choices[0]
+        row = {"hint": (choice.message.content or "").split("</think>")[-1].strip(), "finish_reason": choice.finish_reason or "stop",
+               "model": response.model, "seed": seed}
+        if response.usage:
+            row |= {"prompt_tokens": response.usage.prompt_tokens, "completion_tokens": response.usage.completion_tokens}
+        return row
+
+    def send(self, messages, seed):
+        """One answer, in 1 + max_retries requests at most. Raises Refusal for what waiting does not mend."""
+        for attempt in range(self.cfg.max_retries + 1):
+            body = request_body(self.cfg, seed, self.refused)
+            try:
+                response = self.client.chat.completions.create(messages=messages, **body)
+                if getattr(response, "choices", None):
+                    return response
+                reason, pause = "an answer without choices", 0.0
+            except self.openai.APIError as error:
+                status = getattr(error, "status_code", 0)  # 0: no answer came
+                reason, pause = "timeout" if isinstance(error, self.openai.APITimeoutError) else str(error), retry_after(error)
+                if "insufficient_quota" in (error.code, error.type):  # a 429 that no waiting mends
+                    die(f"writer: quota exhausted: {reason}")
+                if status == 400 and error.code in ("unsupported_value", "unsupported_parameter") and error.param in body.keys() - {"model"}:
+                    self.refused.add(error.param)  # remembered for every later request
+                    continue
+                if 400 <= status < 500 and status not in (408, 409, 429):
+                    die(f"writer: bad request: {reason}")
+            if attempt < self.cfg.max_retries:
+                sleep(max(pause, 2 ** attempt * (1 + random.random())))  # the server's wish is a lower bound
+        die(f"writer: {self.client.base_url}: {reason} after {attempt + 1} attempts")
+
+
+WRITERS = {"scripted": ScriptedWriter, "openai": OpenAIWriter, "file": FileWriter}
+
+
+# The leak check.
+
+# Talk and forms that a forward-looking hint has no use for. What stands in the prefix or the tools word for
+# word belongs to the domain ("credit score", "failed login attempts"), and a hint may use it.
+FORBIDDEN = {
+    "speaks of the grader": r"\bgrad(?:ers?|ing|ed)\b|\brubrics?\b|\brewards?\b|\bscor(?:es?|ed|ing)\b|\bevaluat(?:ors?|ion|ed)\b"
+                            r"|\bground[- ]truth\b|\bpass(?:es|ing)? (?:the|this) (?:test|check)\b",
+    "speaks of the recorded failure": r"\b(?:previous|earlier|prior|past|recorded|original|failed) (?:\w+ )?"
+                                      r"(?:attempt|try|tries|trial|completion|failure|mistake|rollout|trajectory|trace)s?\b"
+                                      r"|\b(?:recorded|failed) (?:step|run|turn)s?\b"
+                                      r"|\byour (?:previous|earlier|prior|first|last|original) (?:\w+ )?(?:answer|response|reply|output)\b"
+                                      r"|\b(?:last|first) (?:attempt|time)\b(?! to)|\bthis time\b|\b(?:your|the) (?:mistake|failure)\b",
+    "speaks in hindsight": r"\bhindsight\b|\b(?:should|would|could)(?:n't| not)? have\b|\bturn(?:s|ed) out\b"
+                           r"|\b(?:correct|right|expected|gold|reference|true) (?:answer|solution|completion|output)\b"
+                           r"|\byou (?:failed|forgot|missed|omitted|tried|made|got|did|didn't|were)\b"
+                           r"|\b(?:assistant|model|student|agent) (?:failed|forgot|missed|omitted|used|called|chose|made|gave|did)\b",
+    "writes the call itself": r"\{\s*[\"'].*|\w+\(\s*\w+\s*=.*|<\|.*|</?(?:tool_call|tool_response|think)\b.*",
+}
+VALUE = re.compile(r"""
+    (?<![\w.+-])[\w.+-]+@[\w-]+(?:\.[\w-]+)*                # an e-mail address
+  | (?<![\w.])\d{1,3}(?:[ ,'_]\d{3})+(?:\.\d+)?(?!\w)       # 12,900 or 12 900 is one number
+  | (?<!\w)\d(?:[ ]\d){2,}(?!\w)                            # so is 1 2 9 0 0
+  | (?<![\w-])\d+(?=-[a-z]+\b)                              # the number of "30-day"
+  | (?<![\w-])(?=[\w-]*\d)\w+(?:(?:-|(?<=\d)[.:/](?=\d))\w+)*  # any other word with a digit: number, date, time, id
+""", re.VERBOSE)
+NUMBER_WORD = (r"\b(?:three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|twenty|thirty|forty|fifty|sixty|seventy|eighty"
+               r"|ninety|hundred|thousand|million|dozen)\b")
+QUOTED = r"\"([^\"]+)\"|“([^”]+)”|`([^`]+)`|(?<!\w)'([^']+)'(?!\w)"
+PLAIN_CAPITALS = re.compile(r"I|IDs?|JSON|API|ISO|USD|[YMDHS]{2,4}")  # the last: YYYY-MM-DD
+
+
+def canonical(value):
+    """12,900 and 12900.00 are the same number, ORD-77 and ord77 the same id; dates are compared as written."""
+    try:
+        return float(re.sub(r"(?<=\d)[ ,'_](?=\d)", "", value))
+    except ValueError:
+        return re.sub(r"[-_]", "", value.casefold()) if re.search(r"[^\W\d_]", value) else value
+
+
+def leak_check(hint, task, earlier=(), finish_reason="stop"):
+    """Why `hint` must not be tested on `task`, or "" ([A]'s anti-cheating rules, and the form of a hint).
+
+    earlier: the hints already written for the task. finish_reason "length": the writer was cut.
+    A value may be named when the prefix or the tool schemas contain it. Heuristics, on the strict side: a
+    wrong refusal costs one hint. Not seen: a name in small letters, or one that opens a sentence, unless
+    the failed step or a trial used it.
+    """
+    # Full-width digits are digits, and characters that nobody sees (soft hyphen, zero width) separate nothing.
+    plain = lambda text: " ".join(re.sub("[\u00ad\u200b-\u200f\u2060\ufeff]", "", unicodedata.normalize("NFKC", text)).split())
+    hint, known = plain(hint), "\n".join(plain(text) for leaf in leaves([task["messages"], task["tools"]]) for text in leaf)
+    lowered, known_lowered = hint.casefold(), known.casefold()
+    if not hint:
+        return "is empty"
+    if finish_reason == "length":
+        return "was cut"
+    if len(hint) > MAX_HINT_CHARS:
+        return f"is longer than {MAX_HINT_CHARS} characters"
+    if re.findall(r"\w+", lowered) in [re.findall(r"\w+", plain(other).casefold()) for other in earlier]:
+        return "repeats an earlier hint"
+    for reason, pattern in FORBIDDEN.items():
+        for match in re.finditer(pattern, lowered):
+            if match[0] not in known_lowered:
+                return f"{reason} ({match[0]!r})"
+
+    # Pieces of 100,200 are known too (a compact JSON list), and so is the whole.
+    values = {canonical(value) for text in (known, re.sub("[ ,]", "  ", known)) for value in VALUE.findall(text)}
+    words = set(re.findall(r"[^\W_]+", known_lowered))
+    unknown = [value for value in VALUE.findall(hint) if canonical(value) not in values]
+    unknown += [word for word in re.findall(NUMBER_WORD, lowered) if word not in words]
+    stands_in = lambda phrase, text: re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", text)
+    quoted = ["".join(groups).strip(" .,;:!?") for groups in re.findall(QUOTED, lowered)]
+    unknown += [phrase for phrase in quoted if not stands_in(phrase, known_lowered)]
+    completions = [task.get("failed_completion", ""), *(trial.get("completion", "") for trial in task.get("trials", []))]
+    used = sorted({plain(value).casefold() for text in completions for _, value in leaves(parse_tool_calls(text)[1])})
+    unknown += [value for value in used if re.fullmatch(r"(?!true$|false$|none$)\D{3,}", value)  # numbers: see VALUE
+                and stands_in(value, lowered) and not stands_in(value, known_lowered)]
+    for match in re.finditer(r"[^\W\d]\w*", hint):
+        opens = re.search(r"(?:^|[.!?:][\"')]*\s)$", hint[:match.start()]) and re.match(r"[,:]?\s+\w", hint[match.end():])
+        capital = match[0] != match[0].lower() and not opens and not PLAIN_CAPITALS.fullmatch(match[0])
+        parts = re.findall(r"[^\W_]+", match[0].casefold())
+        if (capital or len(parts) > 1) and not words.issuperset(parts):  # Paris, gold_tier
+            unknown.append(match[0])
+    return f"names {unknown[0]!r}, which neither the conversation nor the tools contain" if unknown else ""
+
+
+# Search strategies, one object per task. ask() -> (hint, number of rollouts), hint None for a new one from the
+# writer; tell(hint, trials) takes the graded rollouts. `done` ends the task, `passed` calls it solved.
+
+class Confidence:
+    """One rollout per hint, `confirm` more for a promising one; ends when all of a hint's rollouts passed ([A] section 5)."""
+
+    def __init__(self, cfg):
+        self.confirm, self.rewards, self.again, self.done, self.passed = cfg.confirm, {}, None, False, False
+
+    def ask(self):
+        return (self.again, self.confirm) if self.again else (None, 1)
+
+    def tell(self, hint, trials):
+        incumbent = mean(self.rewards[self.best()]) if self.rewards else 0.0
+        first = hint not in self.rewards
+        rewards = self.rewards.setdefault(hint, [])
+        rewards += [trial["reward"] for trial in trials]
+        promising = rewards[0] >= 1 or rewards[0] > incumbent  # the second for graded rewards
+        self.again = hint if first and promising and self.confirm else None
+        self.done = self.passed = len(rewards) > self.confirm and min(rewards) >= 1
+
+    def best(self):
+        """Best mean, then more rollouts, then the earliest (max keeps the first of equals)."""
+        return max(self.rewards, key=lambda hint: (mean(self.rewards[hint]), len(self.rewards[hint])), default=None)
+
+
+class NoSearch:
+    """Takes the writer's first hint as it is."""
+
+    hint, done, passed = None, False, False
+
+    def __init__(self, cfg):
+        pass
+
+    def ask(self):
+        return None, 0
+
+    def tell(self, hint, trials):
+        self.hint, self.done = hint, True
+
+    def best(self):
+        return self.hint
+
+
+SEARCHES = {"confidence": Confidence, "none": NoSearch}
+
+
+# Records and rollouts.
+
+def make_hint_id(task_id, hint):
+    return f"{stable_seed(task_id, hint):016x}"
+
+
+class TrialLog:
+    """hint_trials.jsonl. A row that is on disk already is returned instead of being written again."""
+
+    def __init__(self, path):
+        self.path, self.rows = path, {}
+        for row in read_jsonl(path, ("id", "hint_id", "hint", "phase")) if path.exists() else []:
+            if row["hint_id"] != make_hint_id(row["id"], row["hint"]):
+                die(f"{path}: hint_id {row['hint_id']!r} does not belong to its task and hint")
+            if "reward" in row or "rejected" in row:  # only what was finished counts
+                self.rows[self.key(row)] = row
+
+    def key(self, row):
+        return tuple(row.get(field) for field in ("id", "hint_id", "phase", "round", "seed"))
+
+    def get(self, row):
+        return self.rows.get(self.key(row))
+
+    def add(self, row):
+        if self.key(row) not in self.rows:
+            append_jsonl(self.path, row)
+            self.rows[self.key(row)] = row
+        return self.get(row)
+
+
+def grade(task, text, tries=3):
+    """The world's Grade, or None where the world broke down `tries` times: no verdict is not a reward of 0."""
+    for attempt in range(tries):
+        try:
+            return grade_completion(task, text)
+        except InfraError as error:
+            print(f"task {task['id']}: the world broke down ({error})")
+            sleep(attempt)
+        except ValueError as error:  # a prefix that cannot be replayed
+            die(f"task {task['id']}: {error}")
+
+
+def roll_out(cfg, requests, tasks, engine, tokenizer, log):
+    """The graded trials of every request (row without results, seeds): one batch; None for a request that the world left without verdict."""
+    wanted = [[{**row, "seed": seed} for seed in seeds] for row, seeds in requests]
+    if not all(log.get(row) for rows in wanted for row in rows):
+        # A batch that was cut is generated whole: its shape changes low bits, and so a few samples.
+        prompts = [render_prompt(tokenizer, tasks[row["id"]]["messages"], tasks[row["id"]]["tools"], row["hint"],
+                                 cfg.hint_position, cfg.enable_thinking) for row, _ in requests]
+        try:
+            batch = engine.generate(prompts, [seeds for _, seeds in requests], cfg.max_new_tokens, cfg.temperature)
+        except ValueError as error:  # "prompt 17: ..." does not fit the model
+            die(f"task {requests[int(re.search(r'[0-9]+', str(error))[0])][0]['id']}: {error}")
+        for rows, samples in zip(wanted, batch):
+            for row, sample in zip(rows, samples):
+                if log.get(row):
+                    continue
+                completion = tokenizer.decode(sample.ids, skip_special_tokens=True)
+                if verdict := grade(tasks[row["id"]], completion):
+                    log.add({**row, "completion": completion, "reward": verdict.reward, "action": verdict.action,
+                             "feedback": verdict.feedback, "num_tokens": len(sample.ids)})
+    return [[log.get(row) for row in rows] if all(map(log.get, rows)) else None for rows in wanted]
+
+
+def write_hints(cfg, writer, views, round_index, calls, path):
+    """Adds one writer call per view to `calls`. Each is on disk as soon as it is answered; those on disk are not repeated."""
+    def write(view):
+        row = writer.write(view, round_index)
+        if row is not None:
+            calls[view["id"], round_index] = row = {"id": view["id"], "round": round_index, **row}
+            append_jsonl(path, row)
+
+    with ThreadPoolExecutor(cfg.concurrency) as pool:
+        futures = [pool.submit(write, view) for view in views if (view["id"], round_index) not in calls]
+        done, waiting = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in waiting:  # after a failure nothing new is asked; answers under way still reach the disk
+            future.cancel()
+        for future in done:
+            future.result()
+
+
+def write_jsonl(path, rows):
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
+
+
+# The search.
+
+def search(cfg, tasks, engine, tokenizer):
+    """Finds a hint for every task. Returns the rows of hints.jsonl, {task id: its search trials} and the writer's calls.
+
+    Everything in cfg.out_dir counts as done, so running it again with the same cfg resumes.
+    """
+    from tqdm import tqdm
+    out_dir = Path(cfg.out_dir)
+    log, calls_path = TrialLog(out_dir / "hint_trials.jsonl"), out_dir / "writer_calls.jsonl"
+    calls = {(row["id"], row["round"]): row for row in (read_jsonl(calls_path, ("id", "round", "hint")) if calls_path.exists() else [])}
+    views = {task["id"]: {key: task[key] for key in VISIBLE if key in task} | {"trials": []} for task in tasks}
+    tasks = {task["id"]: task for task in tasks}
+    writer = WRITERS[cfg.writer](cfg, list(views.values()))
+    strategies = {task_id: SEARCHES[cfg.search](cfg) for task_id in tasks}
+    closed, void = set(), set()  # the writer has nothing left; the world broke down
+
+    def trial_request(row, num, stream="search"):
+        """A hint's next `num` rollouts: seeds go on where its trials end."""
+        start = sum(trial["hint_id"] == row["hint_id"] and "seed" in trial for trial in views[row["id"]]["trials"])
+        return row, [stable_seed(stream, cfg.seed, row["id"], row["hint_id"], k) for k in range(start, start + num)]
+
+    for round_index in (bar := tqdm(range(cfg.max_rounds), desc="rounds")):
+        active = [task_id for task_id in tasks if not (strategies[task_id].done or task_id in closed | void)]
+        if not active:
+            break
+        write_hints(cfg, writer, [views[task_id] for task_id in active], round_index, calls, calls_path)
+        requests = []
+        for task_id in active:
+            view, call = views[task_id], calls.get((task_id, round_index))
+            if call is None:
+                closed.add(task_id)
+                continue
+            row = {"id": task_id, "hint_id": make_hint_id(task_id, call["hint"]), "round": round_index, "hint": call["hint"], "phase": "search"}
+            reason = leak_check(call["hint"], view, [trial["hint"] for trial in view["trials"]], call.get("finish_reason", "stop"))
+            if reason:
+                view["trials"].append(log.add(row | {"rejected": reason}))
+            else:
+                requests.append(trial_request(row, strategies[task_id].ask()[1]))
+        while requests:  # the new hints, then those that their strategy wants to see again
+            results, requests = zip(requests, roll_out(cfg, requests, tasks, engine, tokenizer, log)), []
+            for (row, _), trials in results:
+                if trials is None:
+                    void.add(row["id"])
+                    continue
+                strategy = strategies[row["id"]]
+                views[row["id"]]["trials"] += trials
+                strategy.tell(row["hint"], trials)
+                hint, num = strategy.ask()
+                if hint is not None and not strategy.done:
+                    requests.append(trial_request(row | {"hint": hint, "hint_id": make_hint_id(row["id"], hint)}, num))
+        bar.set_postfix(passed=f"{sum(s.passed for s in strategies.values())}/{len(tasks)}")
+
+    # Luck favoured the chosen hints; fresh seeds do not know them. The empty hint gets the very same seeds.
+    best = {task_id: s.best() for task_id, s in strategies.items() if s.best() is not None and task_id not in void}
+    seeds = {task_id: [stable_seed("fresh", cfg.seed, task_id, k) for k in range(cfg.fresh)] for task_id in best}
+    fresh = [({"id": task_id, "hint_id": make_hint_id(task_id, hint), "hint": hint, "phase": "fresh"}, seeds[task_id])
+             for task_id in best for hint in (best[task_id], "")]
+    measured = roll_out(cfg, fresh, tasks, engine, tokenizer, log)
+    hints = []
+    for task_id, hinted, empty in zip(best, measured[::2], measured[1::2]):
+        if hinted is None or empty is None:
+            void.add(task_id)
+            continue
+        trials, hint_id = views[task_id]["trials"], make_hint_id(task_id, best[task_id])
+        rewards = [trial["reward"] for trial in trials if trial["hint_id"] == hint_id and "reward" in trial]
+        hints.append({"id": task_id, "hint_id": hint_id, "hint": best[task_id], "writer": cfg.writer,
+                      **({"hint_reward": mean(rewards)} if rewards else {}),
+                      "fresh_reward": mean(trial["reward"] for trial in hinted), "empty_reward": mean(trial["reward"] for trial in empty),
+                      "num_rollouts": sum("reward" in trial for trial in trials), "rounds": len({trial["round"] for trial in trials}),
+                      "passed": strategies[task_id].passed})
+    order = {task_id: number for number, task_id in enumerate(tasks)}
+    calls = sorted(calls.values(), key=lambda row: (row["round"], order[row["id"]]))  # they arrived in any order
+    write_jsonl(calls_path, calls)
+    write_jsonl(out_dir / "hints.jsonl", hints)
+    if void:
+        print(f"{len(void)} tasks are left out because their world broke down; run again to try them again: {', '.join(sorted(void)[:5])}")
+    return hints, {task_id: view["trials"] for task_id, view in views.items()}, calls
+
+
+def cost(cfg, calls):
+    """(prompt tokens, completion tokens, USD as text) of the writer."""
+    used = [sum(row.get(field, 0) for row in calls) for field in ("prompt_tokens", "completion_tokens")]
+    if cfg.writer != "openai":
+        return *used, "0"
+    if cfg.price_in is None or cfg.price_out is None or any("prompt_tokens" not in row for row in calls):
+        return *used, "unknown"
+    return *used, f"{(used[0] * cfg.price_in + used[1] * cfg.price_out) / 1e6:.4f}"
+
+
+def main(cfg):
+    started = perf_counter()
+    for writer, field in (("file", "hints_file"), ("openai", "writer_model")):
+        if (cfg.writer == writer) != bool(getattr(cfg, field)):
+            die(f"--writer {writer} and --{field} go together")
+    if min(cfg.max_rounds, cfg.fresh, cfg.concurrency) < 1 or min(cfg.confirm, cfg.max_retries) < 0:
+        die("max_rounds, fresh and concurrency are at least 1, confirm and max_retries at least 0")
+    tasks = load_tasks(cfg.tasks, cfg.num_tasks)
+    if not tasks:
+        die(f"no tasks in {', '.join(cfg.tasks)}")
+    start_run(cfg.out_dir, cfg, ignore=FREE_FIELDS)
+    model, tokenizer = load_model(cfg.model, cfg.device, cfg.dtype)
+    hints, trials, calls = search(cfg, tasks, HFEngine(model, tokenizer), tokenizer)
+
+    average = lambda field: f"{mean(row[field] for row in hints if field in row):.3f}" if any(field in row for row in hints) else "-"
+    tried = [trial for rows in trials.values() for trial in rows]
+    tokens_in, tokens_out, usd = cost(cfg, calls)
+    print(f"tasks {len(tasks)}: {sum(row['passed'] for row in hints)} passed, {len(tasks) - len(hints)} without a hint")
+    print(f"mean reward: {average('hint_reward')} in the search that chose the hints, {average('fresh_reward')} on fresh seeds, "
+          f"{average('empty_reward')} without a hint")
+    print(f"search: {sum('reward' in trial for trial in tried)} rollouts, {len({t['hint_id'] for t in tried if 'reward' in t})} hints tested, "
+          f"{sum('rejected' in trial for trial in tried)} rejected")
+    print(f"writer {cfg.writer}: {len(calls)} calls, {tokens_in} + {tokens_out} tokens, USD {usd}")
+    print(f"{perf_counter() - started:.0f} seconds -> {cfg.out_dir}/hints.jsonl")
+
+
+if __name__ == "__main__":
+    main(parse_config(Config))
