@@ -17,6 +17,7 @@ Out:  <out_dir>/eval.jsonl (id, seed, completion, reward, passed, action, finish
 """
 import hashlib
 import json
+import re
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,7 @@ class Config:
     temperature: float = opt(1.0, "sampling temperature, 0 = greedy")
     max_new_tokens: int = opt(96, "longest completion")
     batch_tasks: int = opt(64, "tasks per engine batch")
+    enable_thinking: bool | None = opt(None, "passed to the chat template")
     runs: list[str] = opt([], "only report these conditions: name=folder, or name=folder,folder with a folder per training seed")
     compare: list[str] = opt([], "only compare two such conditions: second minus first")
     out_dir: str = opt("out/eval", "results folder")
@@ -50,13 +52,13 @@ class Config:
 # Sampling and grading.
 
 def evaluate_model(engine, tokenizer, tasks, seeds, path=None, key=None, seed=0, temperature=1.0, max_new_tokens=96,
-                   batch_tasks=64):
+                   batch_tasks=64, enable_thinking=None):
     """Grades `seeds` hint-free completions of every task; returns the rows, task by task.
 
     path: where rows are appended as they come. Finished rows already there are kept, rows with an
     `error` are tried again. key: fields that every row of this evaluation has, such as {"step": 20};
-    rows of `path` with other values belong to another evaluation. Raises Refusal for a prompt that does
-    not fit the model.
+    rows of `path` with other values belong to another evaluation. Raises Refusal, naming the task, for a
+    prompt that does not fit the model.
     """
     key = key or {}
     on_disk = read_jsonl(path, ("id", "seed", *key)) if path and Path(path).exists() else []
@@ -69,12 +71,12 @@ def evaluate_model(engine, tokenizer, tasks, seeds, path=None, key=None, seed=0,
         places = [(task["id"], k) for task in batch for k in range(seeds)]
         if any(place not in rows for place in places):
             # The whole batch again: its shape changes low bits of the logits, and so now and then a sample.
-            prompts = [render_prompt(tokenizer, task["messages"], task["tools"]) for task in batch]
+            prompts = [render_prompt(tokenizer, task["messages"], task["tools"], enable_thinking=enable_thinking) for task in batch]
             streams = [[stable_seed("evaluate", seed, task["id"], k) for k in range(seeds)] for task in batch]
             try:
                 samples = engine.generate(prompts, streams, max_new_tokens, temperature)
-            except ValueError as error:
-                die(f"tasks {batch[0]['id']} to {batch[-1]['id']}: {error}")
+            except ValueError as error:  # "prompt 3: ... do not fit the model's ..."
+                die(f"task {batch[int(re.search('[0-9]+', str(error))[0])]['id']}: {error}")
             for task, of_task in zip(batch, samples):
                 for k, sample in enumerate(of_task):
                     if (task["id"], k) not in rows:
@@ -110,6 +112,8 @@ def grade_fields(task, text, attempts=3):
             return {"reward": grade.reward, "passed": grade.passed, "action": grade.action}
         except InfraError as error:
             message = str(error) or "InfraError"
+        except ValueError as error:  # its prefix cannot be replayed: no task at all
+            die(f"task {task['id']}: {error}")
     return {"reward": 0.0, "passed": False, "error": message}
 
 
@@ -134,14 +138,14 @@ def evaluate_folder(model_dir, out_dir, tasks, cfg):
     training = read_config(Path(model_dir).parent)
     if "hints" in training:  # a checkpoint of train_opsd: beside it stands what it learned from
         hints = read_jsonl(training["hints"]) if Path(training["hints"]).is_file() else []
-        refuse_overlap([*load_tasks(training["tasks"]), *hints], tasks)
+        refuse_overlap([*load_tasks(training["tasks"], training["num_tasks"]), *hints], tasks)
     path = start_run(out_dir, replace(cfg, model=model_dir), ignore=("base", "runs", "compare")) / "eval.jsonl"
     weights = weights_hash(model_dir)
     if path.exists() and any(row["weights"] != weights for row in read_jsonl(path, ("weights",))):
         die(f"{path} has rows of other weights than {model_dir} holds now; choose another --out_dir")
     model, tokenizer = load_model(model_dir, cfg.device, cfg.dtype)
     rows = evaluate_model(HFEngine(model, tokenizer), tokenizer, tasks, cfg.seeds, path, {"weights": weights}, cfg.seed,
-                          cfg.temperature, cfg.max_new_tokens, cfg.batch_tasks)
+                          cfg.temperature, cfg.max_new_tokens, cfg.batch_tasks, cfg.enable_thinking)
     cut = sum(row["finish_reason"] == "length" for row in rows)
     print(f"{out_dir}: {len(tasks)} tasks x {cfg.seeds} seeds of {model_dir}, {cut} completions cut at {cfg.max_new_tokens} tokens")
 

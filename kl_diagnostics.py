@@ -16,6 +16,7 @@ Out:  <out_dir>/kl_tokens.jsonl, one row per student rollout: id, seed, turn, is
 
     python kl_diagnostics.py --hints out/hints.jsonl
 """
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,7 @@ class Config:
     hints: str = opt("out/hints.jsonl", "hints file; 'none' = empty hints")
     control: str = opt("none", "use empty hints, or each task's from another failure kind", ["none", "empty", "shuffled"])
     hint_position: str = opt("end", "where the hint stands in the prefix", ["end", "system", "first_user"])
+    enable_thinking: bool | None = opt(None, "passed to the chat template")
     model: str = opt("data/toolworld/base", "Hugging Face folder, student and teacher in one")
     rollouts: int = opt(4, "completions per task and role")
     temperature: float = opt(1.0, "divides the logits of both roles, in sampling and in scoring")
@@ -133,12 +135,12 @@ def measure_batch(engine, tokenizer, tasks, hints, cfg):
     prompts, samples = {}, {}
     streams = [[stable_seed("kl", cfg.seed, task["id"], k) for k in range(cfg.rollouts)] for task in tasks]
     for role in ("student", "teacher"):
-        prompts[role] = [render_prompt(tokenizer, task["messages"], task["tools"],
-                                       hints[task["id"]]["hint"] if role == "teacher" else "", cfg.hint_position) for task in tasks]
+        prompts[role] = [render_prompt(tokenizer, task["messages"], task["tools"], hints[task["id"]]["hint"] if role == "teacher" else "",
+                                       cfg.hint_position, cfg.enable_thinking) for task in tasks]
         try:
             samples[role] = engine.generate(prompts[role], streams, cfg.max_new_tokens, cfg.temperature)
-        except ValueError as error:
-            die(f"tasks {tasks[0]['id']} to {tasks[-1]['id']}, {role}: {error}")
+        except ValueError as error:  # "prompt 3: ... do not fit the model's ..."
+            die(f"task {tasks[int(re.search('[0-9]+', str(error))[0])]['id']}, {role}: {error}")
     # Both roles score the student's and the teacher's completions, although the teacher's own scores of the latter are
     # not used: rows of the same make-up give the same low bits.
     completions = [[s.ids for s in student + teacher] for student, teacher in zip(samples["student"], samples["teacher"])]
@@ -173,6 +175,8 @@ def grade(task, text):
         return grade_completion(task, text)
     except InfraError as error:
         die(f"task {task['id']}: its world broke down ({error}); run the same command again to go on")
+    except ValueError as error:  # its prefix cannot be replayed: no task at all
+        die(f"task {task['id']}: {error}")
 
 
 def print_summary(summaries, token_rows, cfg):

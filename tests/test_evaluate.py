@@ -1,17 +1,17 @@
 """evaluate.py: rows and resume (RUN-01, RUN-02), held-out check (EVAL-03), intervals and denominators (EVAL-04), reports."""
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import evaluate
-from common import Sample, append_jsonl, bootstrap_ci, parse_config, read_jsonl
+from common import HFEngine, Sample, append_jsonl, bootstrap_ci, load_model, parse_config, read_jsonl, torch
 from evaluate import (Config, Run, difference, evaluate_model, latest_rows, main, pass_at_ks, pass_rate, read_conditions, read_run,
                       refuse_overlap)
 
@@ -110,6 +110,14 @@ def test_run_02_only_missing_rows_and_errors_are_run_again(world, tmp_path, case
     assert len(rows) == data["expected"]["unique_rows"] and pass_rate(rows) == data["expected"]["mean_reward"]
     evaluate_model(engine, Letters(), tasks, 2, path)
     assert len(read_jsonl(path)) == before + 1  # calls_on_second_resume: none
+
+
+def test_a_prompt_that_does_not_fit_is_refused_by_its_task(world, tiny_model_dir):
+    tasks = make_tasks(world, 3)
+    tasks[2]["messages"][0]["content"] = "long " * 1000
+    model, tokenizer = load_model(tiny_model_dir)
+    with pytest.raises(ValueError, match="task t2: .* do not fit"):
+        evaluate_model(HFEngine(model, tokenizer), tokenizer, tasks, 1)
 
 
 def test_rows_of_another_step_are_another_evaluation(world, tmp_path):
@@ -260,3 +268,62 @@ def test_folders_without_an_evaluation_are_skipped_and_equal_names_refused(folde
         read_conditions([f"x={folders}/world"], tasks)
     with pytest.raises(ValueError, match="give one"):
         main(parse_config(Config, ["--tasks", f"{folders}/tasks.jsonl", "--runs", "a", "--compare", "b", "c"]))
+
+
+# The whole stage on a real model.
+
+KILL = """
+import os, signal, sys
+import {stage}
+from common import append_jsonl, parse_config
+left = [int(sys.argv.pop(1))]
+def append(path, row):
+    append_jsonl(path, row)
+    left[0] -= 1
+    if not left[0]:
+        open(path, "ab").write(b'{{"id": "half a li')
+        os.kill(os.getpid(), signal.SIGKILL)
+{stage}.append_jsonl = append
+{stage}.main(parse_config({stage}.Config))
+"""
+
+
+def run_until_killed(stage, rows, flags):
+    """Runs a stage in its own process, which SIGKILL ends in the middle of writing row number `rows` + 1."""
+    done = subprocess.run([sys.executable, "-c", KILL.format(stage=stage), str(rows), *flags], capture_output=True, text=True,
+                          cwd=Path(evaluate.__file__).parent, env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())})
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+def test_killed_and_started_again_gives_the_files_of_an_unbroken_run(world, tmp_path, tiny_model_dir):
+    (tmp_path / "world" / "env.py").write_text(WORLD.replace('self.text == self.spec["want"]', "len(self.text) % 2 == 0"))
+    write_rows(tmp_path / "tasks.jsonl", make_tasks(world, 5))
+
+    def flags(out):
+        return ["--model", tiny_model_dir, "--base", "none", "--tasks", f"{tmp_path}/tasks.jsonl", "--seeds", "3", "--batch_tasks", "2",
+                "--max_new_tokens", "4", "--out_dir", f"{tmp_path}/{out}"]
+
+    run_until_killed("evaluate", 8, flags("killed"))
+    for out in ("killed", "whole"):
+        main(parse_config(Config, flags(out)))
+    for name in ("eval.jsonl", "table.md", "pass_by_kind.png"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert len(read_jsonl(tmp_path / "whole" / "eval.jsonl")) == 15
+
+
+def test_base_and_student_side_by_side_and_other_weights_refused(world, tmp_path, tiny_model_dir, capsys):
+    write_rows(tmp_path / "tasks.jsonl", make_tasks(world, 3))
+    shutil.copytree(tiny_model_dir, tmp_path / "run" / "checkpoint")
+    cfg = Config(model=str(tmp_path / "run" / "checkpoint"), base=tiny_model_dir, tasks=[str(tmp_path / "tasks.jsonl")], seeds=2,
+                 max_new_tokens=3, out_dir=str(tmp_path / "eval"))
+    main(cfg)
+    assert "student - base: +0.0000 [+0.000, +0.000]" in capsys.readouterr().out  # the same weights and random streams
+    model, _ = load_model(tiny_model_dir)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    model.save_pretrained(tmp_path / "run" / "checkpoint")
+    with pytest.raises(ValueError, match="other weights"):
+        main(cfg)
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"config": {"tasks": cfg.tasks, "num_tasks": 1, "hints": "none"}}))
+    with pytest.raises(ValueError, match="1 evaluation tasks were trained on: t0"):
+        main(cfg)
