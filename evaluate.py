@@ -65,7 +65,7 @@ def evaluate_model(engine, tokenizer, tasks, seeds, path=None, key=None, seed=0,
     on_disk = latest_rows(row for row in on_disk if all(row[name] == value for name, value in key.items()))
     rows = {place: row for place, row in on_disk.items() if "error" not in row}
     passed = []
-    bar = tqdm(total=len(tasks) * seeds, desc="evaluate", unit="rollout")
+    bar = tqdm(total=len(tasks) * seeds, desc="evaluate", unit="rollout", leave=None)  # gone again when it ran under another bar
     for start in range(0, len(tasks), batch_tasks):
         batch = tasks[start:start + batch_tasks]
         places = [(task["id"], k) for task in batch for k in range(seeds)]
@@ -90,7 +90,9 @@ def evaluate_model(engine, tokenizer, tasks, seeds, path=None, key=None, seed=0,
         bar.update(len(places))
         bar.set_postfix_str(f"pass@1 {np.mean(passed):.3f}")
     bar.close()
-    return [rows[task["id"], k] for task in tasks for k in range(seeds)]
+    rows = [rows[task["id"], k] for task in tasks for k in range(seeds)]
+    say_errors(rows, path or "evaluation")
+    return rows
 
 
 def latest_rows(rows):
@@ -115,6 +117,14 @@ def grade_fields(task, text, attempts=3):
         except ValueError as error:  # its prefix cannot be replayed: no task at all
             die(f"task {task['id']}: {error}")
     return {"reward": 0.0, "passed": False, "error": message}
+
+
+def say_errors(rows, where):
+    """Prints how many rows count as failed because the world broke down."""
+    errors = [row for row in rows if "error" in row]
+    if errors:
+        print(f"{where}: {len(errors)} of {len(rows)} completions were never graded and count as failed: "
+              f"task {errors[0]['id']} ({errors[0]['error']}){', ...' if len(errors) > 1 else ''}")
 
 
 def refuse_overlap(trained, evaluated):
@@ -224,7 +234,8 @@ def teacher_reward(training):
     """Mean fresh reward of the hints a training run used; None where nobody measured it (human, shuffled, empty)."""
     if training.get("control") != "none" or not Path(training["hints"]).is_file():
         return None
-    rewards = [row["fresh_reward"] for row in read_jsonl(training["hints"]) if "fresh_reward" in row]
+    rewards = [row["fresh_reward"] for row in read_jsonl(training["hints"])
+               if "fresh_reward" in row and (training.get("filter") != "passed" or row["passed"])]
     return float(np.mean(rewards)) if rewards else None
 
 
@@ -241,6 +252,7 @@ def read_conditions(specs, tasks):
         if name in conditions:
             die(f"two conditions are called {name!r}: write name=folder")
         conditions[name] = [read_run(folder, tasks) for folder in folders.split(",")]
+        say_errors(pool(conditions[name]), name)
     return conditions
 
 
@@ -301,7 +313,8 @@ def results_table(conditions, sets):
     """One row per condition. sets: {name of a task file: its ids}."""
     name_a, first = next(iter(conditions.items()))
     ks = list(pass_at_ks(first))[1:]
-    header = ["condition", "pass@1 [95%]", "by training seed", *sets, *(f"pass@{k}" for k in ks), "hinted teacher", f"minus {name_a} [95%]"]
+    header = ["condition", "pass@1 [95%]", "by training seed", *sets, *(f"pass@{k}" for k in ks), "hinted teacher",
+              f"minus {name_a} [95%], signs"]
     rows = []
     for name, runs in conditions.items():
         mean, low, high = bootstrap_ci(pool(runs))
@@ -309,23 +322,22 @@ def results_table(conditions, sets):
         row = [name, f"{mean:.3f} [{low:.3f}, {high:.3f}]", " ".join(f"{pass_rate(run.rows):.3f}" for run in runs)]
         row += [f"{pass_rate(pool(runs, ids)):.3f}" for ids in sets.values()]
         row += [f"{at_k[k]:.3f}" if k in at_k else "" for k in ks] + [f"{np.mean(teachers):.3f}" if teachers else ""]
-        if runs is first:
-            rows.append(row + [""])
-        else:
-            mean, low, high, by_seed = difference(first, runs)
-            rows.append(row + [f"{mean:+.3f} [{low:+.3f}, {high:+.3f}] {''.join('+' if d > 0 else '-' if d < 0 else '0' for d in by_seed)}"])
+        mean, low, high, by_seed = difference(first, runs)
+        signs = "".join("+" if d > 0 else "-" if d < 0 else "0" for d in by_seed)
+        rows.append(row + ["" if runs is first else f"{mean:+.3f} [{low:+.3f}, {high:+.3f}] {signs}"])
     return markdown(header, rows)
 
 
 def kinds_table(conditions, kinds):
     """pass@1 by failure kind. kinds: {failure kind: ids}."""
-    rows = [[kind, len(ids), *(f"{pass_rate(pool(runs, ids)):.3f}" for runs in conditions.values())] for kind, ids in kinds.items()]
+    rows = [[kind, len(ids), *(f"{pass_rate(pool(runs, ids)):.3f}" for runs in conditions.values())]
+            for kind, ids in kinds.items()]
     return markdown(["failure kind", "tasks", *conditions], rows)
 
 
 # Plots.
 
-COLOURS = ["#555555", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe and Ito's, for colour-blind readers too
+COLOURS = ["#555555", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe and Ito: safe for the colour-blind
 
 
 def new_figure(width, height, columns=1):
@@ -399,9 +411,12 @@ def plot_losses(conditions, path):
 
 def report(conditions, tasks, cfg):
     """Prints and writes the tables, draws the plots."""
-    sets = {Path(path).stem: {task["id"] for task in load_tasks([path])} & {task["id"] for task in tasks} for path in cfg.tasks}
-    kinds = {kind: {task["id"] for task in tasks if task.get("failure_kind", "other") == kind}
-             for kind in sorted({task.get("failure_kind", "other") for task in tasks})}
+    sets, kinds = {}, {}
+    for path in cfg.tasks:
+        if ids := {task["id"] for task in load_tasks([path])} & {task["id"] for task in tasks}:
+            sets[Path(path).stem] = ids
+    for task in sorted(tasks, key=lambda task: task.get("failure_kind", "other")):
+        kinds.setdefault(task.get("failure_kind", "other"), set()).add(task["id"])
     out_dir = Path(cfg.out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     table, by_kind = results_table(conditions, sets), kinds_table(conditions, kinds)
@@ -413,10 +428,6 @@ def report(conditions, tasks, cfg):
         plot_losses(conditions, out_dir / "loss_and_kl.png")
         written += ["pass_by_step.png", "loss_and_kl.png"]
     print(f"\n{by_kind}\n{table}")
-    for name, runs in conditions.items():
-        errors = [row for row in pool(runs) if "error" in row]
-        if errors:
-            print(f"{name}: {len(errors)} completions were never graded and count as failures: task {errors[0]['id']} ({errors[0]['error']}), ...")
     for name, runs in conditions.items():
         mean, low, high = bootstrap_ci(pool(runs))
         at_k = "  ".join(f"pass@{k} {value:.3f}" for k, value in pass_at_ks(runs).items() if k > 1)

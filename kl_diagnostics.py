@@ -43,7 +43,7 @@ class Config:
     tau: float = opt(3.0, "nats at which a token surprises the student (3 = it had given the token 5%)")
     seed: int = opt(0, "names the random streams")
     batch_tasks: int = opt(32, "tasks per engine batch")
-    row_tokens: int = opt(2048, "tokens per packed row")
+    row_tokens: int = opt(512, "tokens of a packed row; a task with its completions is never split")
     chunk: int = opt(256, "tokens whose logits exist at one time")
     out_dir: str = opt("out/kl", "results folder")
     device: str = opt("cpu", "cpu or cuda")
@@ -106,7 +106,7 @@ def teacher_depth(student_logprobs, tau):
 
 # Scoring.
 
-def score_completions(model, items, row_tokens=2048, chunk=256, temperature=1.0):
+def score_completions(model, items, row_tokens=512, chunk=256, temperature=1.0):
     """Log-probs of given completions and the model's entropy before each of their tokens, in nats.
 
     items: (prefix_ids, [completion_ids, ...]) per task. Returns per task one (logprobs, entropies) per
@@ -134,9 +134,9 @@ def measure_batch(engine, tokenizer, tasks, hints, cfg):
     """The rows of a batch of tasks: per task (the kl_tokens rows of its student rollouts, its kl_summary row)."""
     prompts, samples = {}, {}
     streams = [[stable_seed("kl", cfg.seed, task["id"], k) for k in range(cfg.rollouts)] for task in tasks]
-    for role in ("student", "teacher"):
-        prompts[role] = [render_prompt(tokenizer, task["messages"], task["tools"], hints[task["id"]]["hint"] if role == "teacher" else "",
-                                       cfg.hint_position, cfg.enable_thinking) for task in tasks]
+    for role, texts in (("student", [""] * len(tasks)), ("teacher", [hints[task["id"]]["hint"] for task in tasks])):
+        prompts[role] = [render_prompt(tokenizer, task["messages"], task["tools"], hint, cfg.hint_position, cfg.enable_thinking)
+                         for task, hint in zip(tasks, texts)]
         try:
             samples[role] = engine.generate(prompts[role], streams, cfg.max_new_tokens, cfg.temperature)
         except ValueError as error:  # "prompt 3: ... do not fit the model's ..."
@@ -162,7 +162,7 @@ def measure_batch(engine, tokenizer, tasks, hints, cfg):
         summary = {"id": task["id"], "hint_id": hints[task["id"]]["hint_id"], "hint": hints[task["id"]]["hint"],
                    "hint_reward": float(np.mean([g.reward for g in grades["teacher"]])), "pass_rate": float(rates["student"]),
                    "hinted_pass_rate": float(rates["teacher"]), "utility": float(rates["teacher"] - rates["student"]),
-                   "d": sampled_reverse_kl([row["student_logprobs"] for row in token_rows], [row["teacher_logprobs"] for row in token_rows]),
+                   "d": sampled_reverse_kl(*([row[f"{role}_logprobs"] for row in token_rows] for role in ("student", "teacher"))),
                    "contrast": contrast, "error_turns_without_control": alone, "teacher_depth": float(np.mean(depths)),
                    "teacher_depths": depths, "teacher_lengths": [len(logprobs) for logprobs in teacher_tokens]}
         measured.append((token_rows, {name: value for name, value in summary.items() if value is not None}))
@@ -189,13 +189,15 @@ def print_summary(summaries, token_rows, cfg):
     lengths = np.concatenate([row["teacher_lengths"] for row in summaries])
     entropy = np.mean([np.mean(row["teacher_entropy"]) for row in token_rows])
     contrast, used, alone = error_step_contrast(token_rows)
+    contrast = "undefined" if contrast is None else f"{contrast:+.4f}"
     free, hinted = (np.mean([row[name] for row in summaries]) for name in ("pass_rate", "hinted_pass_rate"))
     print(f"{len(summaries)} tasks x {cfg.rollouts} rollouts, hints {cfg.hints} (control {cfg.control}); 95% intervals over tasks")
     print(f"D {interval([row['d'] for row in summaries])} nats per token of the student, log student - log teacher")
     print(f"utility {interval([row['utility'] for row in summaries])}: pass rate {hinted:.3f} with the hint, {free:.3f} without")
-    print(f"error-step contrast {'undefined' if contrast is None else f'{contrast:+.4f}'} over {used} failed turns; {alone} had no passed one beside them")
-    print(f"teacher depth at tau {cfg.tau}: " + ", ".join(f"{q}% {np.quantile(depths, q / 100):.0f}" for q in (10, 25, 50, 75, 90))
-          + f" tokens; {np.mean(depths == lengths):.3f} of the completions followed to their end (mean length {lengths.mean():.1f})")
+    print(f"error-step contrast {contrast} over {used} failed turns; {alone} more had no passed one beside them")
+    quantiles = ", ".join(f"{q}% {np.quantile(depths, q / 100):.0f}" for q in (10, 25, 50, 75, 90))
+    print(f"teacher depth at tau {cfg.tau}: {quantiles} tokens; {np.mean(depths == lengths):.3f} of the completions without a "
+          f"surprise (mean length {lengths.mean():.1f})")
     print(f"teacher entropy on the student's tokens {entropy:.4f} nats")
 
 

@@ -13,7 +13,7 @@ import pytest
 import evaluate
 from common import HFEngine, Sample, append_jsonl, bootstrap_ci, load_model, parse_config, read_jsonl, torch
 from evaluate import (Config, Run, difference, evaluate_model, latest_rows, main, pass_at_ks, pass_rate, read_conditions, read_run,
-                      refuse_overlap)
+                      refuse_overlap, teacher_reward)
 
 WORLD = """
 from common import Grade, InfraError
@@ -130,11 +130,12 @@ def test_rows_of_another_step_are_another_evaluation(world, tmp_path):
     assert not engine.calls
 
 
-def test_a_broken_world_is_tried_three_times_then_counts_as_failed(world, tmp_path):
+def test_a_broken_world_is_tried_three_times_then_counts_as_failed_and_is_said_aloud(world, tmp_path, capsys):
     tasks = make_tasks(world, 3)
     tasks[1]["spec"]["broken"] = True
     rows = evaluate_model(Scripted(), Letters(), tasks, 2, tmp_path / "eval.jsonl")
     assert [row.get("error") for row in rows] == [None, None, "the database is gone", "the database is gone", None, None]
+    assert "2 of 6 completions were never graded and count as failed: task t1 (the database is gone)" in capsys.readouterr().out
     assert len(rows) == 6 and not rows[2]["passed"] and rows[2]["reward"] == 0 and "action" not in rows[2]
     del tasks[1]["spec"]["broken"]  # mended: the error rows are run again and the new ones count
     again = evaluate_model(Scripted(), Letters(), tasks, 2, tmp_path / "eval.jsonl")
@@ -213,11 +214,12 @@ def folders(world, tmp_path):
     """A base evaluation and two training runs, with steps, a cut step, metrics and hints."""
     tasks = make_tasks(world, 4)
     write_rows(tmp_path / "tasks.jsonl", tasks)
-    write_rows(tmp_path / "hints.jsonl", [{"id": "x", "hint": "h", "fresh_reward": r} for r in (1.0, 0.5)])
+    write_rows(tmp_path / "hints.jsonl", [{"id": "x", "hint": "h", "fresh_reward": r, "passed": r == 1} for r in (1.0, 0.5)])
     write_rows(tmp_path / "base" / "eval.jsonl", as_rows({f"t{i}": [i == 0] for i in range(4)}))
     for s in (1, 2):
         run = tmp_path / f"opt-{s}"
-        steps = [{"step": step, **row} for step, passes in ((0, 1), (10, 3)) for row in as_rows({f"t{i}": [i < passes] for i in range(4)})]
+        steps = [{"step": step, **row} for step, passes in ((0, 1), (10, 3))
+                 for row in as_rows({f"t{i}": [i < passes] for i in range(4)})]
         write_rows(run / "eval.jsonl", steps)
         write_rows(run / "metrics.jsonl", [{"step": step, "loss": 0.5 / step, "reverse_kl": 0.5 / step} for step in range(1, 11)])
         (run / "config.json").write_text(json.dumps({"config": {"control": "none", "hints": str(tmp_path / "hints.jsonl")}}))
@@ -240,6 +242,12 @@ def test_an_evaluation_folder_finds_the_training_run_of_its_checkpoint(folders):
     (folders / "eval" / "config.json").write_text(json.dumps({"config": {"model": str(folders / "opt-1" / "checkpoint")}}))
     run = read_run(folders / "eval", tasks)
     assert pass_rate(run.rows) == 1.0 and run.curve == {0: 0.25, 10: 0.75} and run.teacher == 0.75
+
+
+def test_teacher_reward_is_that_of_the_hints_trained_on(folders):
+    training = {"control": "none", "hints": str(folders / "hints.jsonl")}
+    assert teacher_reward(training) == 0.75 and teacher_reward(training | {"filter": "passed"}) == 1.0
+    assert teacher_reward(training | {"control": "shuffled"}) is None and teacher_reward({"control": "none", "hints": "none"}) is None
 
 
 def test_report_writes_table_and_plots(folders, capsys):
@@ -300,8 +308,8 @@ def test_killed_and_started_again_gives_the_files_of_an_unbroken_run(world, tmp_
     write_rows(tmp_path / "tasks.jsonl", make_tasks(world, 5))
 
     def flags(out):
-        return ["--model", tiny_model_dir, "--base", "none", "--tasks", f"{tmp_path}/tasks.jsonl", "--seeds", "3", "--batch_tasks", "2",
-                "--max_new_tokens", "4", "--out_dir", f"{tmp_path}/{out}"]
+        return ["--model", tiny_model_dir, "--base", "none", "--tasks", f"{tmp_path}/tasks.jsonl", "--seeds", "3",
+                "--batch_tasks", "2", "--max_new_tokens", "4", "--out_dir", f"{tmp_path}/{out}"]
 
     run_until_killed("evaluate", 8, flags("killed"))
     for out in ("killed", "whole"):

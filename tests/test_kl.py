@@ -64,7 +64,8 @@ def test_kl_04_each_role_is_read_from_its_own_prompt_length(case):
 # Contrast and depth.
 
 def turn(i, k, flagged, gaps, index=0):
-    return {"id": i, "seed": k, "turn": index, "is_error_turn": flagged, "student_logprobs": gaps, "teacher_logprobs": [0.0] * len(gaps)}
+    return {"id": i, "seed": k, "turn": index, "is_error_turn": flagged, "student_logprobs": gaps,
+            "teacher_logprobs": [0.0] * len(gaps)}
 
 
 def test_error_step_contrast_by_hand():
@@ -97,9 +98,11 @@ def flags(tmp_path, tiny_model_dir):
     (tmp_path / "world" / "env.py").write_text(WORLD.replace('self.text == self.spec["want"]', "len(self.text) % 2 == 0"))
     tasks = make_tasks(str(tmp_path / "world"), 5)
     write_rows(tmp_path / "tasks.jsonl", tasks)
-    write_rows(tmp_path / "hints.jsonl", [{"id": task["id"], "hint_id": f"h{i}", "hint": "Say it " + "again " * i} for i, task in enumerate(tasks)])
-    return lambda out, *more: ["--model", tiny_model_dir, "--tasks", f"{tmp_path}/tasks.jsonl", "--hints", f"{tmp_path}/hints.jsonl",
-                               "--batch_tasks", "2", "--max_new_tokens", "6", "--row_tokens", "300", "--out_dir", f"{tmp_path}/{out}", *more]
+    hints = [{"id": task["id"], "hint_id": f"h{i}", "hint": "Say it " + "again " * i} for i, task in enumerate(tasks)]
+    write_rows(tmp_path / "hints.jsonl", hints)
+    small = ["--batch_tasks", "2", "--max_new_tokens", "6", "--row_tokens", "300"]
+    return lambda out, *more: ["--model", tiny_model_dir, "--tasks", f"{tmp_path}/tasks.jsonl", "--hints",
+                               f"{tmp_path}/hints.jsonl", "--out_dir", f"{tmp_path}/{out}", *small, *more]
 
 
 def test_gen_02_scores_are_the_samplers_log_probs_at_its_temperature(tiny_model_dir):
@@ -107,7 +110,8 @@ def test_gen_02_scores_are_the_samplers_log_probs_at_its_temperature(tiny_model_
     prompts = [[5, 6, 7], [8] * 20, [9, 10]]
     for temperature in (0.6, 1.0):
         samples = HFEngine(model, tokenizer).generate(prompts, [[1, 2], [3], [4, 5, 6]], 8, temperature)
-        scored = score_completions(model, [(p, [s.ids for s in of_prompt]) for p, of_prompt in zip(prompts, samples)], 64, 4, temperature)
+        items = [(prompt, [sample.ids for sample in of_prompt]) for prompt, of_prompt in zip(prompts, samples)]
+        scored = score_completions(model, items, 64, 4, temperature)
         for of_prompt, scores in zip(samples, scored):
             for sample, (logprobs, _) in zip(of_prompt, scores):
                 assert logprobs == pytest.approx(sample.logprobs, abs=1e-5)
