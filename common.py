@@ -460,13 +460,14 @@ def load_model(path, device="cpu", dtype="float32"):
 
 
 def check_model(model):
-    """Refuses a model whose layers do not all go through `attention` or are not plain full attention."""
-    config, cache = model.config, SharedCache(1)
+    """Refuses a model whose layers are not all plain full attention through `attention` below."""
+    config = model.config
     assert config._attn_implementation == "nanoopsd", config._attn_implementation
     with torch.no_grad():
-        model.base_model(torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False, shared_cache=cache)
-    if len(cache.prefix) != config.num_hidden_layers or set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
-        die(f"{config.model_type}: not every layer is plain full attention through transformers' attention interface")
+        reached = len(SharedCache(model, [[0, 0]], 1).prefix)
+    windowed = getattr(config, "sliding_window", None) or set(getattr(config, "layer_types", None) or []) - {"full_attention"}
+    if reached != config.num_hidden_layers or windowed:
+        die(f"{config.model_type}: not every layer is plain full attention that transformers lets us replace")
     head_weight(model)
 
 
@@ -487,60 +488,89 @@ def stop_ids(tokenizer, model):
 
 
 class SharedCache:
-    """Keys and values of P prompts and of n samples that continue each prompt.
+    """Keys and values of P prompts and of the n samples that continue each of them.
 
-    The model is called twice with it: once on the right-padded prompts (P, L), then again and again on
-    the samples' newest tokens (P, n), where a prompt's samples stand side by side in the place of a
-    sequence. So the layers see ordinary shapes and a prompt's keys are read once for its n samples.
+    A prompt's samples stand side by side where the model expects a sequence: it is called on (P, n) newest tokens,
+    its layers see ordinary shapes, and a prompt's keys are read once for all of its samples.
     """
 
-    def __init__(self, max_new_tokens):
-        self.max_new_tokens = max_new_tokens
-        self.prefix = {}  # layer -> two (P, Hkv, L, D)
-        self.own = {}  # layer -> two (P, Hkv, n, max_new_tokens, D)
-        self.step = None  # None while the prompts are read, then the number of tokens each sample has cached
+    def __init__(self, model, prompts, max_new_tokens, prefill_tokens=4096):
+        """Reads the prompts (lists of ids, longest first), about `prefill_tokens` a call: small calls stay in the CPU's cache."""
+        self.model, self.max_new_tokens = model, max_new_tokens
+        self.lengths = torch.tensor([len(ids) for ids in prompts], device=model.device)  # (P,)
+        self.prefix = {}  # layer -> keys and values, both (P, Hkv, L, D)
+        self.own = {}  # layer -> keys and values, both (P, Hkv, n, max_new_tokens, D)
+        self.num_own = None  # tokens cached of every sample; None while the prompts are read
+        states, per_call = [], max(1, prefill_tokens // len(prompts[0]))
+        for start in range(0, len(prompts), per_call):
+            called = prompts[start:start + per_call]
+            self.reading = slice(start, start + len(called))
+            padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in called], batch_first=True)  # causal: no mask needed
+            hidden = model.base_model(padded.to(model.device), use_cache=False, shared_cache=self).last_hidden_state
+            states.append(hidden[range(len(called)), [len(ids) - 1 for ids in called]])
+        self.last_hidden = torch.cat(states)  # (P, D), predicts the first new token
+        self.num_own = 0
 
-    def attend(self, layer, query, key, value, prefix_mask, scaling):
-        """One token of every sample. query (P, H, n, D), key and value (P, Hkv, n, D) -> (P, n, H, D)."""
-        prompts, heads, num, dim = query.shape
-        groups = key.shape[1]
-        if layer not in self.own:
-            shape = (prompts, groups, num, self.max_new_tokens, dim)
-            self.own[layer] = key.new_empty(shape), key.new_empty(shape)
-        own_key, own_value = self.own[layer]
-        own_key[:, :, :, self.step], own_value[:, :, :, self.step] = key, value
-        own_key, own_value = own_key[:, :, :, :self.step + 1], own_value[:, :, :, :self.step + 1]
-        prefix_key, prefix_value = self.prefix[layer]
-        length = prefix_key.shape[2]
-
-        query = (query * scaling).view(prompts, groups, heads // groups, num, dim).transpose(2, 3)  # (P, Hkv, n, G, D)
-        flat = query.reshape(prompts, groups, -1, dim)  # (P, Hkv, n*G, D)
-        on_prefix = (flat @ prefix_key.transpose(-1, -2)).masked_fill(~prefix_mask, -torch.inf)  # (P, Hkv, n*G, L)
-        on_own = query @ own_key.transpose(-1, -2)  # (P, Hkv, n, G, steps)
-        scores = torch.cat([on_prefix.view(*on_own.shape[:4], length), on_own], -1)
-        weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
-        mixed = (weights[..., :length].reshape(*flat.shape[:3], length) @ prefix_value).view(query.shape)
-        mixed = mixed + weights[..., length:] @ own_value  # (P, Hkv, n, G, D)
-        return mixed.permute(0, 2, 1, 3, 4).reshape(prompts, num, heads, dim)
+    def advance(self, tokens):
+        """Final hidden states (P, n, D) after one more token (P, n) of every sample."""
+        positions = (self.lengths + self.num_own)[:, None].expand_as(tokens)
+        length = next(iter(self.prefix.values()))[0].shape[2]
+        mask = (torch.arange(length, device=tokens.device) < self.lengths[:, None])[:, None, None]  # (P, 1, 1, L)
+        hidden = self.model.base_model(tokens, position_ids=positions, attention_mask=mask, use_cache=False,
+                                       shared_cache=self).last_hidden_state
+        self.num_own += 1
+        return hidden
 
     def keep(self, prompts, slots):
-        """Keeps the prompts with indices `prompts` (P',) and of each the samples `slots` (P', n')."""
-        for layer, (key, value) in self.prefix.items():
-            self.prefix[layer] = key[prompts], value[prompts]
+        """Keeps the prompts with indices `prompts` (P',) and, of each, the samples `slots` (P', n')."""
+        self.lengths = self.lengths[prompts]
+        for layer, pair in self.prefix.items():
+            self.prefix[layer] = tuple(x[prompts] for x in pair)
         for layer, pair in self.own.items():
-            self.own[layer] = tuple(own[prompts[:, None], :, slots].transpose(1, 2).contiguous() for own in pair)
+            self.own[layer] = tuple(x[prompts[:, None], :, slots].transpose(1, 2).contiguous() for x in pair)
+
+    def store_prompts(self, layer, key, value):
+        """key and value (called prompts, Hkv, L', D)."""
+        if layer not in self.prefix:  # the first call holds the longest prompt; zeros, since a NaN would pass a weight of 0
+            shape = (len(self.lengths), *key.shape[1:])
+            self.prefix[layer] = key.new_zeros(shape), value.new_zeros(shape)
+        for kept, new in zip(self.prefix[layer], (key, value)):
+            kept[self.reading, :, :key.shape[2]] = new
+
+    def attend(self, layer, query, key, value, prefix_mask, scaling):
+        """Attention of the newest tokens. query (P, H, n, D), key and value (P, Hkv, n, D) -> (P, n, H, D)."""
+        num_prompts, heads, num, dim = query.shape
+        groups, steps = key.shape[1], self.num_own + 1
+        if layer not in self.own:
+            shape = (num_prompts, groups, num, self.max_new_tokens, dim)
+            self.own[layer] = key.new_empty(shape), value.new_empty(shape)
+        for kept, new in zip(self.own[layer], (key, value)):
+            kept[:, :, :, self.num_own] = new
+        own_key, own_value = (x[:, :, :, :steps] for x in self.own[layer])
+        prefix_key, prefix_value = self.prefix[layer]
+
+        query = (query * scaling).view(num_prompts, groups, -1, num, dim).transpose(2, 3)  # (P, Hkv, n, G, D)
+        flat = query.reshape(num_prompts, groups, -1, dim)  # (P, Hkv, n*G, D)
+        on_prefix = (flat @ prefix_key.transpose(-1, -2)).masked_fill(~prefix_mask, -torch.inf)  # (P, Hkv, n*G, L)
+        on_own = query @ own_key.transpose(-1, -2)  # (P, Hkv, n, G, steps)
+        scores = torch.cat([on_prefix, on_own.reshape(*flat.shape[:3], steps)], -1)
+        weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)  # (P, Hkv, n*G, L + steps), one softmax over both
+        from_prefix = weights[..., :-steps] @ prefix_value
+        from_own = weights[..., -steps:].view(on_own.shape) @ own_value
+        mixed = from_prefix.view(query.shape) + from_own  # (P, Hkv, n, G, D)
+        return mixed.permute(0, 2, 1, 3, 4).reshape(num_prompts, num, heads, dim)
 
 
 def attention(module, query, key, value, attention_mask, scaling=None, shared_cache=None, **kwargs):
     """The attention of every model we load. query (B, H, S, D), key and value (B, Hkv, S, D) -> (B, S, H, D), None.
 
-    Without a cache it is transformers' SDPA attention: causal, or the 2D or 4D boolean mask it is given.
+    Without a cache it is transformers' SDPA attention: causal, or under the 2D or 4D boolean mask it is given.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     if shared_cache is not None:
-        if shared_cache.step is not None:
+        if shared_cache.num_own is not None:
             return shared_cache.attend(module.layer_idx, query, key, value, attention_mask, scaling), None
-        shared_cache.prefix[module.layer_idx] = key, value
+        shared_cache.store_prompts(module.layer_idx, key, value)
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
 
@@ -549,7 +579,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, shared_ca
 @dataclass
 class Sample:
     ids: list  # as sampled, the stop token included
-    logprobs: list  # nats, of the tempered distribution the ids were drawn from
+    logprobs: list  # nats, under the tempered distribution the ids were drawn from
     finish_reason: str  # stop | length
 
 
@@ -570,9 +600,9 @@ def sample_tokens(logits, uniforms, temperature):
 
 
 class HFEngine:
-    """Samples from a transformers model: each distinct prompt is read once, its samples are decoded together.
+    """Samples from a transformers model: a prompt is read once, all samples of a batch are decoded together.
 
-    max_batch_tokens bounds the tokens whose keys and values a batch holds (prompts and new tokens).
+    max_batch_tokens bounds the tokens whose keys and values a batch holds, prompts and new tokens.
     """
 
     def __init__(self, model, tokenizer, max_batch_tokens=65536):
@@ -580,11 +610,10 @@ class HFEngine:
         self.stop_ids = stop_ids(tokenizer, model)
 
     def generate(self, prompts, seeds, max_new_tokens, temperature=1.0):
-        """One list of Samples per prompt, one Sample per seed.
+        """For each prompt (list of ids) a list of Samples, one for each of its seeds (ints).
 
-        prompts: lists of ids; seeds: for each prompt a list of ints. A sample is fixed by its prompt and
-        seed: up to float rounding it does not depend on the batch. Raises ValueError that names the index
-        of a prompt that is empty or does not fit the model with max_new_tokens more.
+        A sample is fixed by its prompt and seed: up to float rounding it does not depend on its batch. Raises ValueError
+        naming the index of a prompt that is empty or does not fit the model together with max_new_tokens.
         """
         limit = self.model.config.max_position_embeddings
         for index, ids in enumerate(prompts):
@@ -594,20 +623,19 @@ class HFEngine:
         self.model.eval()
         try:
             with torch.no_grad():
-                for batch in self._batches(prompts, seeds, max_new_tokens):
-                    done = self._generate([prompts[i] for i in batch], [seeds[i] for i in batch], max_new_tokens, temperature)
+                for batch in self.batches(prompts, seeds, max_new_tokens):
+                    done = self.decode([prompts[i] for i in batch], [seeds[i] for i in batch], max_new_tokens, temperature)
                     for i, of_prompt in zip(batch, done):
                         samples[i] = of_prompt
         finally:
             self.model.train(training)
         return samples
 
-    def _batches(self, prompts, seeds, max_new_tokens):
-        """Lists of prompt indices of similar length, longest first."""
+    def batches(self, prompts, seeds, max_new_tokens):
+        """Lists of prompt indices, longest prompt first, so that a batch holds similar lengths."""
         batch, used = [], 0
         for i in sorted((i for i in range(len(prompts)) if seeds[i]), key=lambda i: -len(prompts[i])):
-            length = len(prompts[batch[0]]) if batch else len(prompts[i])
-            cost = length + len(seeds[i]) * max_new_tokens
+            cost = len(prompts[batch[0] if batch else i]) + len(seeds[i]) * max_new_tokens
             if batch and used + cost > self.max_batch_tokens:
                 yield batch
                 batch, used = [], 0
@@ -616,56 +644,37 @@ class HFEngine:
         if batch:
             yield batch
 
-    def _generate(self, prompts, seeds, max_new_tokens, temperature):
-        """One batch of P prompts with n slots each (n = most seeds of a prompt)."""
+    def decode(self, prompts, seeds, max_new_tokens, temperature):
+        """The Samples of one batch: P prompts, longest first, with n slots each (n = the most seeds of a prompt)."""
         device, head = self.model.device, head_weight(self.model)
-        stops = torch.tensor(self.stop_ids, device=device)
-        num = max(map(len, seeds))
-        lengths = torch.tensor([len(ids) for ids in prompts], device=device)  # (P,)
-        padded = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.long)
+        cache = SharedCache(self.model, prompts, max_new_tokens)
+        num, stops = max(map(len, seeds)), torch.tensor(self.stop_ids, device=device)
         uniforms = torch.zeros(len(prompts), num, max_new_tokens, dtype=torch.float64)
-        for p, (ids, prompt_seeds) in enumerate(zip(prompts, seeds)):
-            padded[p, :len(ids)] = torch.tensor(ids)
-            for j, seed in enumerate(prompt_seeds):
-                uniforms[p, j] = torch.from_numpy(np.random.default_rng(seed).random(max_new_tokens))
-        padded, uniforms = padded.to(device), uniforms.to(device)
-        mask = (torch.arange(padded.shape[1], device=device) < lengths[:, None])[:, None, None]  # (P, 1, 1, L)
-
-        cache = SharedCache(max_new_tokens)
-        hidden = self.model.base_model(padded, use_cache=False, shared_cache=cache).last_hidden_state  # (P, L, D)
-        last = hidden[torch.arange(len(prompts), device=device), lengths - 1]  # (P, D), predicts the first new token
-        logits = (last @ head.T)[:, None].expand(-1, num, -1)  # (P, n, V)
-        live = torch.tensor([[j < len(s) for j in range(num)] for s in seeds], device=device)  # (P, n)
-        slot = torch.arange(live.numel(), device=device).view(live.shape)  # where a sample's results go
+        for p, of_prompt in enumerate(seeds):
+            for k, seed in enumerate(of_prompt):  # numpy's generator: torch's CPU one drops a seed's upper 32 bits
+                uniforms[p, k] = torch.from_numpy(np.random.default_rng(seed).random(max_new_tokens))
+        uniforms = uniforms.to(device)
+        live = torch.tensor([[k < len(of_prompt) for k in range(num)] for of_prompt in seeds], device=device)  # (P, n)
+        index = torch.arange(live.numel(), device=device).view(live.shape)  # (P, n) where a slot's tokens are written
         ids = torch.zeros(live.numel(), max_new_tokens, dtype=torch.long, device=device)
         logprobs = torch.zeros(live.numel(), max_new_tokens, device=device)
-        counts = torch.zeros(live.numel(), dtype=torch.long, device=device)
+        lengths = torch.zeros(live.numel(), dtype=torch.long, device=device)
+        logits = (cache.last_hidden @ head.T)[:, None].expand(-1, num, -1)  # (P, n, V)
         for step in range(max_new_tokens):
             tokens, token_logprobs = sample_tokens(logits, uniforms[..., step], temperature)  # (P, n)
-            ids[slot[live], step], logprobs[slot[live], step] = tokens[live], token_logprobs[live]
-            counts[slot[live]] += 1
+            ids[index[live], step], logprobs[index[live], step], lengths[index[live]] = tokens[live], token_logprobs[live], step + 1
             live = live & ~torch.isin(tokens, stops)
             if step + 1 == max_new_tokens or not live.any():
                 break
             alive, most = live.any(1).nonzero()[:, 0], int(live.sum(1).max())
-            if 2 * len(alive) * most <= live.numel():  # half of the work would be for finished samples
-                order = live[alive].int().argsort(1, descending=True, stable=True)[:, :most]  # (P', n')
-                cache.keep(alive, order)
-                lengths, mask = lengths[alive], mask[alive]
-                tokens, live, slot = (x[alive].gather(1, order) for x in (tokens, live, slot))
-                uniforms = uniforms[alive[:, None], order]
-            cache.step = step
-            positions = (lengths + step)[:, None].expand_as(tokens)
-            hidden = self.model.base_model(tokens, position_ids=positions, attention_mask=mask, use_cache=False,
-                                           shared_cache=cache).last_hidden_state  # (P, n, D)
-            logits = hidden @ head.T
-        results, stop_set = [], set(self.stop_ids)
-        for p, prompt_seeds in enumerate(seeds):
-            results.append([])
-            for j in range(p * num, p * num + len(prompt_seeds)):
-                kept = ids[j, :counts[j]].tolist()
-                results[-1].append(Sample(kept, logprobs[j, :counts[j]].tolist(), "stop" if kept[-1] in stop_set else "length"))
-        return results
+            if 2 * len(alive) * most <= live.numel():  # half of the slots can go
+                slots = live[alive].int().argsort(1, descending=True, stable=True)[:, :most]  # (P', n'), live ones first
+                cache.keep(alive, slots)
+                tokens, live, index, uniforms = (x[alive[:, None], slots] for x in (tokens, live, index, uniforms))
+            logits = cache.advance(tokens) @ head.T
+        ends = set(self.stop_ids)
+        return [[Sample(kept := ids[i, :lengths[i]].tolist(), logprobs[i, :lengths[i]].tolist(), "stop" if kept[-1] in ends else "length")
+                 for i in range(p * num, p * num + len(of_prompt))] for p, of_prompt in enumerate(seeds)]
 
 
 # Packed rows: a task's prefix once, then its completions as branches that do not see each other.
