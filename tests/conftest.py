@@ -1,0 +1,76 @@
+"""Fixtures: a random two-layer Qwen3 with the embedded world's chat template, eight tasks of a kitchen timer, the public fault cases."""
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch loads: threads that wait leave their core to others
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+import pytest  # noqa: E402
+
+from common import load_world, read_jsonl  # noqa: E402
+
+TEMPLATE = HERE.parent / "data/toolworld/base/chat_template.jinja"
+
+
+@pytest.fixture(scope="session")
+def case():
+    """case(id): the public fault case with this id."""
+    cases = {row["id"]: row for row in read_jsonl(HERE / "cases.jsonl")}
+    return cases.__getitem__
+
+
+def make_tasks():
+    """Eight rows of two failure kinds, their prefix ending in a tool message (wrong_unit) or a user message (too_long)."""
+    world, tasks = str(HERE / "tiny_world"), []
+    for i in range(4):
+        minutes = 5 + 7 * i
+        call = {"type": "function", "function": {"name": "set_timer", "arguments": {"minutes": minutes * 60}}}
+        failed = f'<tool_call>\n{{"name": "set_timer", "arguments": {{"minutes": {minutes * 60}}}}}\n</tool_call>'
+        tasks.append({"id": f"tool{i}", "world": world, "failure_kind": "wrong_unit", "spec": {"minutes": minutes}, "tools": load_world(world).TOOLS,
+                      "messages": [{"role": "system", "content": "You run a kitchen timer."}, {"role": "user", "content": f"Wake me in {minutes} minutes."},
+                                   {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "error: at most 120"}],
+                      "failed_completion": failed, "failed_feedback": "The timer is wrong."})
+        tasks.append({"id": f"chat{i}", "world": world, "failure_kind": "too_long", "spec": {"max_letters": 8 + 4 * i}, "tools": [],
+                      "messages": [{"role": "user", "content": f"How long do {i + 2} eggs take? Be brief."}],
+                      "failed_completion": "Well, that depends on many things.", "failed_feedback": f"A reply has 1 to {8 + 4 * i} letters."})
+    return tasks
+
+
+@pytest.fixture(scope="session")
+def tiny_tasks(tmp_path_factory):
+    """Path of a task file with eight rows."""
+    path = tmp_path_factory.mktemp("tasks") / "tiny.jsonl"
+    path.write_text("".join(json.dumps(task) + "\n" for task in make_tasks()))
+    return path
+
+
+def make_tokenizer(chat_template, texts):
+    """A byte-level BPE of about 400 tokens that keeps Qwen3's special tokens whole."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False,
+                                                       initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    bpe.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=chat_template)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory):
+    """A Hugging Face folder (a str): weights large enough that attention and hints change the distribution."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
+    folder, template = str(tmp_path_factory.mktemp("model")), TEMPLATE.read_text()
+    tokenizer = make_tokenizer(template, [template, *map(json.dumps, make_tasks())])
+    set_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                                         num_key_value_heads=2, head_dim=8, tie_word_embeddings=True, max_position_embeddings=1024,
+                                         initializer_range=0.3, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
