@@ -357,7 +357,8 @@ def draw_curves(ax, curves, colour, label):
     steps = sorted(set.intersection(*map(set, curves)))
     for curve in curves if len(curves) > 1 else []:
         ax.plot(list(curve), list(curve.values()), color=colour, lw=0.8, alpha=0.4)
-    ax.plot(steps, [np.mean([curve[step] for curve in curves]) for step in steps], color=colour, lw=2, label=label)
+    means = [np.mean([curve[step] for curve in curves]) for step in steps]
+    ax.plot(steps, means, color=colour, lw=2, marker="o" if len(steps) < 20 else None, ms=4, label=label)
 
 
 def plot_steps(conditions, path):
@@ -374,8 +375,8 @@ def plot_steps(conditions, path):
         for value in {run.teacher for run in runs if run.teacher is not None}:
             teachers.setdefault(value, (colour, []))[1].append(name)
     for value, (colour, names) in teachers.items():
-        ax.axhline(value, color=colour, ls=":", lw=1.5, label=f"hinted teacher of {', '.join(names)}\n(on the training tasks)")
-    ax.set(xlabel="optimizer step", ylabel="pass@1 without hints", ylim=(0, 1), title="Evaluation tasks, by training step")
+        ax.axhline(value, color=colour, ls=":", lw=1.5, label=f"hinted teacher ({', '.join(names)}),\non the training tasks")
+    ax.set(xlabel="optimizer step", ylabel="pass@1 without hints", ylim=(0, 1), title="Held-out tasks, by training step")
     figure.legend(loc="outside right upper", frameon=False)
     figure.savefig(path)
 
@@ -396,15 +397,14 @@ def plot_kinds(conditions, kinds, path):
 
 
 def plot_losses(conditions, path):
-    """Training loss and reverse KL (nats per token) by step; with --loss dense they are the same number."""
+    """Training loss and reverse KL by step; with the default loss they are the same number."""
     figure, axes = new_figure(9, 3.6, columns=2)
-    for ax, name, title in zip(axes, ("loss", "reverse_kl"), ("Training loss", "KL(student || hinted teacher)")):
+    for ax, name, title in zip(axes, ("loss", "reverse_kl"), ("Training loss", "KL(student || teacher), nats per token")):
         for number, (condition, runs) in enumerate(conditions.items()):
             curves = [{row["step"]: row[name] for row in run.metrics} for run in runs if run.metrics]
             if curves:
                 draw_curves(ax, curves, COLOURS[number % len(COLOURS)], condition)
         ax.set(xlabel="optimizer step", title=title)
-    axes[1].set_ylabel("nats per token")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", frameon=False)
     figure.savefig(path)
 
