@@ -56,13 +56,16 @@ class Config:
     weight_decay: float = opt(0.0, "AdamW weight decay; above 0 even an empty hint moves the weights")
     grad_clip: float = opt(1.0, "largest gradient norm")
     loss: str = opt("dense", "dense = KL over the vocabulary, policy_gradient = sampled tokens", ["dense", "policy_gradient"])
-    divergence: str = opt("reverse_kl", "of the dense loss; reverse_kl = KL(student || teacher)", ["reverse_kl", "forward_kl", "jsd"])
+    divergence: str = opt("reverse_kl", "of the dense loss; reverse_kl = KL(student || teacher), jsd at one half",
+                          ["reverse_kl", "forward_kl", "jsd"])
     top_k: int = opt(0, "dense loss on the student's k likeliest tokens and one bucket for the rest; 0 = every token")
     grpo_weight: float = opt(0.0, "policy_gradient: share of the GRPO advantage; 0 = hints only, 1 = rewards only")
-    grpo_schedule: str = opt("constant", "how the hints' share 1 - grpo_weight goes on: linear = falls to 0, "
-                             "adaptive = halves whenever ten steps brought no better pass rate", ["constant", "linear", "adaptive"])
+    grpo_schedule: str = opt("constant", "course of the hints' share 1 - grpo_weight: linear = falls to 0, "
+                             "adaptive = halves after every ten steps without a better training pass rate",
+                             ["constant", "linear", "adaptive"])
     advantage_clip: float | None = opt(None, "policy_gradient: largest absolute advantage of a token (biased; off by default)")
-    teacher: str = opt("frozen", "frozen = starting weights, ema = running mean, live = current weights", ["frozen", "ema", "live"])
+    teacher: str = opt("frozen", "frozen = starting weights, ema = running mean, live = current weights",
+                       ["frozen", "ema", "live"])
     ema_decay: float = opt(0.99, "share of the old weights that the ema teacher keeps at each step")
     row_tokens: int = opt(512, "tokens of a packed row, the unit of one forward and backward pass")
     kl_chunk: int = opt(256, "completion tokens whose logits exist at a time")
@@ -83,7 +86,7 @@ def check(cfg):
          "--grpo_weight, --grpo_schedule and --advantage_clip need --loss policy_gradient"),
         (gradient and (cfg.divergence != "reverse_kl" or cfg.top_k), "--divergence and --top_k need --loss dense"),
         (not 0 <= cfg.grpo_weight <= 1, "--grpo_weight lies between 0 and 1"),
-        (mixes and cfg.rollouts_per_task < 2, "--rollouts_per_task is at least 2 with a GRPO advantage, which compares the rollouts of a task"),
+        (mixes and cfg.rollouts_per_task < 2, "--rollouts_per_task is at least 2 with GRPO, which compares the rollouts of a task"),
         (cfg.temperature <= 0, "--temperature 0 has no distribution to distill"),
         (min(cfg.steps, cfg.tasks_per_step, cfg.rollouts_per_task, cfg.max_new_tokens, cfg.eval_every, cfg.save_every) < 1,
          "--steps, --tasks_per_step, --rollouts_per_task, --max_new_tokens, --eval_every and --save_every are at least 1"),
@@ -95,14 +98,11 @@ def check(cfg):
 def select_tasks(tasks, hints, cfg):
     """The tasks that have a hint which passes --filter and --min_hint_reward."""
     tasks = [task for task in tasks if task["id"] in hints]
-    for field, asked in [("passed", cfg.filter == "passed"), ("hint_reward", cfg.min_hint_reward > 0)]:
-        lacking = next((task["id"] for task in tasks if field not in hints[task["id"]]), None) if asked else None
-        if lacking is not None:
-            die(f"cannot filter: the hint of task {lacking} has no field {field!r}")
-    if cfg.filter == "passed":
-        tasks = [task for task in tasks if hints[task["id"]]["passed"]]
-    if cfg.min_hint_reward > 0:
-        tasks = [task for task in tasks if hints[task["id"]]["hint_reward"] >= cfg.min_hint_reward]
+    for field, least in [("passed", cfg.filter == "passed"), ("hint_reward", cfg.min_hint_reward)]:
+        lacking = [task["id"] for task in tasks if least and field not in hints[task["id"]]]
+        if lacking:
+            die(f"cannot filter: the hint of task {lacking[0]} has no field {field!r}")
+        tasks = [task for task in tasks if not least or hints[task["id"]][field] >= least]
     return tasks or die("no task is left to train on")
 
 
@@ -127,6 +127,18 @@ def drop_rows_after(path, step):
         write_text(path, "".join(line + "\n" for line in path.read_bytes().decode("utf-8", "replace").split("\n")[:kept]))
 
 
+def load_aligned(path, cfg):
+    """load_model with every weight in memory of its own.
+
+    Weights mapped straight from a file stand at odd addresses, where a matrix product of one row rounds differently: a
+    resumed run would leave the unbroken one, and an empty hint would no longer score exactly as the student does.
+    """
+    model, tokenizer = load_model(path, cfg.device, cfg.dtype)
+    for weight in model.parameters():
+        weight.data = weight.data.clone()
+    return model, tokenizer
+
+
 def load_teacher(cfg, student, state):
     """The model that scores: the student itself (live) or a second copy of the starting weights without gradient.
 
@@ -134,7 +146,7 @@ def load_teacher(cfg, student, state):
     """
     if cfg.teacher == "live":
         return student
-    teacher, _ = load_model(cfg.model, cfg.device, cfg.dtype)
+    teacher, _ = load_aligned(cfg.model, cfg)
     if "teacher" in state:
         teacher.load_state_dict(state["teacher"])
     return teacher.requires_grad_(False)
@@ -168,8 +180,8 @@ def render_prompts(tokenizer, tasks, hints, cfg, max_length):
     """{task id: (student ids, teacher ids)}: the same prefix without and with the hint."""
     prompts = {}
     for task in tasks:
-        student, teacher = (render_prompt(tokenizer, task["messages"], task["tools"], hint, cfg.hint_position, cfg.enable_thinking)
-                            for hint in ("", hints[task["id"]]["hint"]))
+        student, teacher = (render_prompt(tokenizer, task["messages"], task["tools"], hint, cfg.hint_position,
+                                          cfg.enable_thinking) for hint in ("", hints[task["id"]]["hint"]))
         if max(len(student), len(teacher)) + cfg.max_new_tokens > max_length:
             die(f"task {task['id']}: {max(len(student), len(teacher))} tokens of prompt and {cfg.max_new_tokens} new ones "
                 f"do not fit the model's {max_length}")
@@ -221,7 +233,7 @@ def grpo_advantages(rewards):
 
 
 def mix_advantages(grpo, opsd, weight):
-    """weight * grpo + (1 - weight) * opsd, per token. The side without weight is not touched: it may be None."""
+    """weight * grpo + (1 - weight) * opsd, per token; a side with weight 0 does not count, not even as NaN."""
     if weight == 1:
         return grpo
     return opsd if weight == 0 else weight * grpo + (1 - weight) * opsd
@@ -351,6 +363,12 @@ class Rollout:
     grade: object
 
 
+def grade_rollout(tokenizer, task, seed, sample):
+    """The text is for the grader only: training goes on with the sampled ids."""
+    text = tokenizer.decode(sample.ids, skip_special_tokens=True)
+    return Rollout(task, seed, sample, text, grade_completion(task, text))
+
+
 def rollout_row(step, rollout, hints, reverse_kl):
     """The rollouts.jsonl row; reverse_kl is the mean over the rollout's tokens, turn the number of turns before this one."""
     task, sample = rollout.task, rollout.sample
@@ -375,7 +393,8 @@ def report(out_dir):
     print(f"best step: {curve[best]:.3f}, step {best} (chosen on the evaluation tasks)")
     if windows:
         window = max(windows, key=windows.get)
-        print(f"best three-checkpoint window: {windows[window]:.3f}, steps {window[0]} to {window[-1]} (chosen on the evaluation tasks)")
+        print(f"best three-checkpoint window: {windows[window]:.3f}, steps {window[0]} to {window[-1]} "
+              "(chosen on the evaluation tasks)")
     print(f"KL(student || teacher) in nats per token: {metrics[0]['reverse_kl']:.4f} -> {metrics[-1]['reverse_kl']:.4f}")
     print(f"{len(metrics)} steps in {seconds:.0f} s, evaluations not counted; weights in {out_dir / 'checkpoint'}")
 
@@ -394,7 +413,7 @@ def main(cfg):
     for name in ("metrics.jsonl", "rollouts.jsonl", "eval.jsonl"):
         drop_rows_after(out_dir / name, done)
 
-    model, tokenizer = load_model(resumed or cfg.model, cfg.device, cfg.dtype)
+    model, tokenizer = load_aligned(resumed or cfg.model, cfg)
     state = torch.load(resumed / "training_state.pt", map_location="cpu") if resumed else {}
     teacher = load_teacher(cfg, model, state)
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay, fused=True)
@@ -408,7 +427,7 @@ def main(cfg):
 
     def evaluate(step):
         evaluate_model(engine, tokenizer, eval_tasks, cfg.eval_seeds, out_dir / "eval.jsonl", {"step": step}, cfg.seed,
-                       cfg.temperature, cfg.max_new_tokens)
+                       cfg.temperature, cfg.max_new_tokens, enable_thinking=cfg.enable_thinking)
 
     if done == 0:
         evaluate(0)
@@ -417,11 +436,12 @@ def main(cfg):
         clock = [time.time()]
         position = (step - 1) * cfg.tasks_per_step
         batch = [tasks[i] for i in task_order(len(tasks), cfg.seed, position, cfg.tasks_per_step)]
-        seeds = [[stable_seed("rollout", cfg.seed, position + i, k) for k in range(cfg.rollouts_per_task)] for i in range(len(batch))]
+        seeds = [[stable_seed("rollout", cfg.seed, position + i, k) for k in range(cfg.rollouts_per_task)]
+                 for i in range(len(batch))]
         groups = engine.generate([prompts[task["id"]][0] for task in batch], seeds, cfg.max_new_tokens, cfg.temperature)
-        rollouts = [Rollout(task, seed, sample, text := tokenizer.decode(sample.ids, skip_special_tokens=True), grade_completion(task, text))
-                    for task, task_seeds, group in zip(batch, seeds, groups) for seed, sample in zip(task_seeds, group)]
-        rewards = torch.tensor([rollout.grade.reward for rollout in rollouts]).view(len(batch), -1)  # (tasks, rollouts per task)
+        rollouts = [grade_rollout(tokenizer, task, seed, sample) for task, task_seeds, group in zip(batch, seeds, groups)
+                    for seed, sample in zip(task_seeds, group)]
+        rewards = torch.tensor([rollout.grade.reward for rollout in rollouts]).view(len(batch), -1)  # (tasks, per task)
         clock.append(time.time())
 
         # Pack twice. Every (T,) tensor from here on lists the completion tokens in one order: task, rollout, token.
@@ -466,9 +486,10 @@ def main(cfg):
                    "logprob_gap": float((logprobs - sampler_logprobs).abs().mean())}  # trainer against sampler, nats
         if cfg.loss == "policy_gradient":
             ratio = (logprobs - sampler_logprobs).exp()
-            metrics |= {"grpo_weight": weight, "ratio_mean": float(ratio.mean()), "ratio_clipped_frac": float((ratio > 2).float().mean()),
+            metrics |= {"grpo_weight": weight, "ratio_mean": float(ratio.mean()),
+                        "ratio_clipped_frac": float((ratio > 2).float().mean()),
                         "silent_groups_frac": float((rewards.std(-1, correction=0) < 1e-8).float().mean())}
-        metrics |= {f"seconds_{phase}": b - a for phase, a, b in zip(("sample", "teacher", "student"), clock, clock[1:])}
+        metrics |= {f"seconds_{name}": b - a for name, a, b in zip(("sample", "teacher", "student"), clock, clock[1:])}
         append_jsonl(out_dir / "metrics.jsonl", metrics)
         pass_rates.append(metrics["pass_rate"])
         for rollout, of_rollout in zip(rollouts, kl.split(lengths)):
@@ -481,8 +502,9 @@ def main(cfg):
             save_checkpoint(out_dir, step, cfg, model, tokenizer, optimizer, teacher)
     bar.close()
     report(out_dir)
-    peak = torch.cuda.max_memory_allocated() if cfg.device == "cuda" else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(f"{time.time() - started:.0f} s in this process, peak memory {peak / 2**30:.2f} GiB")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
+    on_device = f", {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB on the GPU" if model.device.type == "cuda" else ""
+    print(f"{time.time() - started:.0f} s in this process, peak memory {peak:.2f} GiB{on_device}")
 
 
 if __name__ == "__main__":

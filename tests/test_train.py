@@ -5,8 +5,10 @@ import json
 import math
 import multiprocessing
 import random
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -524,6 +526,14 @@ torch.save(model(torch.tensor([{ids}])).logits.detach(), {str(checkpoint / 'logi
 
 # Resume.
 
+def test_weights_stand_at_even_addresses(run, tiny_model_dir):
+    checkpoint = run("aligned", steps=1) / "checkpoint"
+    for path in (tiny_model_dir, checkpoint):
+        model, _ = train_opsd.load_aligned(path, Config())
+        assert all(weight.data_ptr() % 64 == 0 for weight in model.parameters())
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
 @pytest.mark.parametrize("flags", [{}, {"teacher": "ema"}, {"loss": "policy_gradient", "grpo_weight": 0.5, "grpo_schedule": "adaptive"}])
 def test_train_03_resumed_run_equals_the_unbroken_one(run, monkeypatch, flags):
     unbroken = run("unbroken", steps=4, **flags)
@@ -543,32 +553,42 @@ def test_train_03_resumed_run_equals_the_unbroken_one(run, monkeypatch, flags):
     assert files(run("resumed", steps=4, **flags)) == files(unbroken)
 
 
+def test_the_latest_whole_checkpoint_counts(tmp_path):
+    for name in ("checkpoint-8", "checkpoint-10", "checkpoint-12.tmp"):
+        (tmp_path / name).mkdir()
+    assert train_opsd.latest_checkpoint(tmp_path, 20) == (tmp_path / "checkpoint-10", 10)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-10"]
+    (tmp_path / "checkpoint").mkdir()  # killed before the older one was removed
+    assert train_opsd.latest_checkpoint(tmp_path, 20) == (tmp_path / "checkpoint", 20)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    assert train_opsd.latest_checkpoint(tmp_path / "new", 20) == (None, 0)
+
+
 def test_sigkill_at_random_moments_changes_nothing(run):
-    # Children come from a server that has the imports done and has run nothing yet, so a start costs no seconds.
+    # Children are forked from a server that has the imports done and has run nothing yet: a start costs no seconds.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "train_opsd", "safetensors.torch"])
-    flags = {**run.defaults, "steps": 8, "eval_every": 3, "save_every": 2}
+    context.set_forkserver_preload(["train_opsd", "torch", "transformers.models.qwen3.modeling_qwen3", "transformers.AutoTokenizer"])
+    flags = {**run.defaults, "steps": 20, "eval_every": 3, "save_every": 2}
 
     def start(name):
-        process = context.Process(target=train_opsd.main, args=(Config(**flags, out_dir=str(run.folder / name)),))
+        process = context.Process(target=train_opsd.main, args=(Config(**{**flags, "out_dir": str(run.folder / name)}),))
         process.start()
         return process
 
-    start("warm").join()  # the server's own start
     unbroken = start("unbroken")
     unbroken.join()
     assert unbroken.exitcode == 0
-    generator, kills = random.Random(0), 0
-    for attempt in range(40):
-        process = start("killed")
-        if attempt < 12:
-            process.join(generator.uniform(0.2, 3))
-        else:
-            process.join()
-        if process.exitcode == 0:
-            break
+    generator, metrics = random.Random(0), run.folder / "killed" / "metrics.jsonl"
+    rows = lambda: metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+    for _ in range(4):
+        process, last = start("killed"), rows() + generator.randrange(4)
+        while rows() < last and process.is_alive():  # some steps of training ...
+            time.sleep(0.001)
+        time.sleep(generator.uniform(0, 0.05))  # ... and a bit of the next one, of an evaluation or of a checkpoint
         process.kill()
         process.join()
-        kills += 1
-    assert process.exitcode == 0 and kills > 0
+        assert process.exitcode == -signal.SIGKILL
+    assert 0 < rows() < 20
+    process = start("killed")
+    process.join()
     assert files(run.folder / "killed") == files(run.folder / "unbroken")
