@@ -184,14 +184,16 @@ class FileWriter:
         return {"hint": self.hints[view["id"]]["hint"]} if round_index == 0 and view["id"] in self.hints else None
 
 
-WRITER_RULES = f"""You write hints for an assistant that works with tools. It is about to take its next step in a conversation. You are also \
-shown a step that went wrong at this very point, so that you can tell what the assistant needs to be told before it acts.
+WRITER_RULES = f"""You write hints for an assistant that works with tools. It is about to take its next step in a \
+conversation. You are also shown a step that went wrong at this very point, so that you can tell what the assistant \
+needs to be told before it acts.
 
 Rules for a hint:
 1. It looks forward: it says how to go about the next step, and everyone who knows only the conversation and the tools can see why.
 2. The step that went wrong is for your diagnosis alone. The hint does not mention it, nor any attempt, mistake, grading, score or reward.
-3. It gives no answer worked out in hindsight. It says where a value stands and what form it needs. An id, number, date, name or quoted \
-text may be written only if the conversation or the tools contain it, never in disguise, and never the finished call or reply.
+3. It gives no answer worked out in hindsight. It says where a value stands and what form it needs. An id, number, \
+date, name or quoted text may be written only if the conversation or the tools contain it, never in disguise, and never \
+the finished call or reply.
 4. It makes the assistant do what the step was for. To give up, hand over or do something else instead is no recovery.
 5. It is one to three plain sentences, at most {MAX_HINT_CHARS} characters. Answer with the hint and nothing else."""
 
@@ -218,8 +220,8 @@ def writer_messages(view):
     lines = lambda rows: "\n".join(json.dumps(row, ensure_ascii=False) for row in rows) or "none"
     shown = ("hint", "rejected", "completion", "reward", "action", "feedback")
     request = fill_markers(WRITER_REQUEST, {
-        "TOOLS": lines(view["tools"]), "CONVERSATION": lines(view["messages"]), "FAILED": view.get("failed_completion", "not recorded"),
-        "FEEDBACK": view.get("failed_feedback", "nothing"),
+        "TOOLS": lines(view["tools"]), "CONVERSATION": lines(view["messages"]),
+        "FAILED": view.get("failed_completion", "not recorded"), "FEEDBACK": view.get("failed_feedback", "nothing"),
         "TRIALS": lines({key: trial[key] for key in shown if key in trial} for trial in view["trials"])})
     return [{"role": "system", "content": WRITER_RULES}, {"role": "user", "content": request}]
 
@@ -249,15 +251,15 @@ class OpenAIWriter:
         import openai
         self.openai, self.cfg, self.refused = openai, cfg, set()
         # Retries are ours alone: the SDK's would multiply them, and its timeout is ten minutes.
-        self.client = openai.OpenAI(base_url=cfg.base_url or None, api_key=os.environ.get("OPENAI_API_KEY", "none"),
+        self.client = openai.OpenAI(base_url=cfg.base_url or None, api_key=os.environ.get("OPENAI_API_KEY") or "none",
                                     max_retries=0, timeout=cfg.writer_timeout)
 
     def write(self, view, round_index):
         seed = stable_seed("writer", self.cfg.seed, view["id"], round_index) >> 32  # servers take 31 bits
         response = self.send(writer_messages(view), seed)
         choice = response.choices[0]
-        row = {"hint": (choice.message.content or "").split("</think>")[-1].strip(), "finish_reason": choice.finish_reason or "stop",
-               "model": response.model, "seed": seed}
+        row = {"hint": (choice.message.content or "").split("</think>")[-1].strip(), "model": response.model, "seed": seed,
+               "finish_reason": choice.finish_reason or "stop"}
         if response.usage:
             row |= {"prompt_tokens": response.usage.prompt_tokens, "completion_tokens": response.usage.completion_tokens}
         return row
@@ -276,7 +278,8 @@ class OpenAIWriter:
                 reason, pause = "timeout" if isinstance(error, self.openai.APITimeoutError) else str(error), retry_after(error)
                 if "insufficient_quota" in (error.code, error.type):  # a 429 that no waiting mends
                     die(f"writer: quota exhausted: {reason}")
-                if status == 400 and error.code in ("unsupported_value", "unsupported_parameter") and error.param in body.keys() - {"model"}:
+                refusal = status == 400 and error.code in ("unsupported_value", "unsupported_parameter")
+                if refusal and error.param in body.keys() - {"model"}:
                     self.refused.add(error.param)  # remembered for every later request
                     continue
                 if 400 <= status < 500 and status not in (408, 409, 429):
@@ -311,8 +314,8 @@ VALUE = re.compile(r"""
     (?<![\w.+-])[\w.+-]+@[\w-]+(?:\.[\w-]+)*                # an e-mail address
   | (?<![\w.])\d{1,3}(?:[ ,'_]\d{3})+(?:\.\d+)?(?!\w)       # 12,900 or 12 900 is one number
   | (?<!\w)\d(?:[ ]\d){2,}(?!\w)                            # so is 1 2 9 0 0
-  | (?<![\w-])\d+(?=-[a-z]+\b)                              # the number of "30-day"
-  | (?<![\w-])(?=[\w-]*\d)\w+(?:(?:-|(?<=\d)[.:/](?=\d))\w+)*  # any other word with a digit: number, date, time, id
+  | (?<!\w)(?<!\w-)\d+(?=-[a-z]+\b)                        # the number of "30-day"
+  | (?<!\w)(?<!\w-)(?=[\w-]*\d)\w+(?:(?:-|(?<=\d)[.:/](?=\d))\w+)*  # any other word with a digit: number, date, time, id
 """, re.VERBOSE)
 NUMBER_WORD = (r"\b(?:three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|twenty|thirty|forty|fifty|sixty|seventy|eighty"
                r"|ninety|hundred|thousand|million|dozen)\b")
@@ -401,7 +404,7 @@ class Confidence:
 
 
 class NoSearch:
-    """Takes the writer's first hint as it is."""
+    """Takes the first hint that passes the leak check."""
 
     hint, done, passed = None, False, False
 
@@ -464,7 +467,7 @@ def grade(task, text, tries=3):
 
 
 def roll_out(cfg, requests, tasks, engine, tokenizer, log):
-    """The graded trials of every request (row without results, seeds): one batch; None for a request that the world left without verdict."""
+    """The graded trials of each request (row without results, seeds), from one batch; None where the world gave no verdict."""
     wanted = [[{**row, "seed": seed} for seed in seeds] for row, seeds in requests]
     if not all(log.get(row) for rows in wanted for row in rows):
         # A batch that was cut is generated whole: its shape changes low bits, and so a few samples.
@@ -486,7 +489,7 @@ def roll_out(cfg, requests, tasks, engine, tokenizer, log):
 
 
 def write_hints(cfg, writer, views, round_index, calls, path):
-    """Adds one writer call per view to `calls`. Each is on disk as soon as it is answered; those on disk are not repeated."""
+    """Adds one writer call per view to `calls`. Each is on disk once it is answered; those on disk are not repeated."""
     def write(view):
         row = writer.write(view, round_index)
         if row is not None:
@@ -495,10 +498,13 @@ def write_hints(cfg, writer, views, round_index, calls, path):
 
     with ThreadPoolExecutor(cfg.concurrency) as pool:
         futures = [pool.submit(write, view) for view in views if (view["id"], round_index) not in calls]
-        done, waiting = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in waiting:  # after a failure nothing new is asked; answers under way still reach the disk
-            future.cancel()
-        for future in done:
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:  # after a failure or Ctrl-C nothing new is asked; answers under way still reach the disk
+            for future in futures:
+                future.cancel()
+    for future in futures:
+        if not future.cancelled():
             future.result()
 
 
@@ -511,22 +517,25 @@ def write_jsonl(path, rows):
 def search(cfg, tasks, engine, tokenizer):
     """Finds a hint for every task. Returns the rows of hints.jsonl, {task id: its search trials} and the writer's calls.
 
-    Everything in cfg.out_dir counts as done, so running it again with the same cfg resumes.
+    Everything in cfg.out_dir counts as done, so running it again with the same cfg resumes. In hints.jsonl
+    hint_reward is the mean over the chosen hint's search rollouts; num_rollouts and rounds are what the
+    whole search of the task took. A task without a tested hint has no row.
     """
     from tqdm import tqdm
     out_dir = Path(cfg.out_dir)
     log, calls_path = TrialLog(out_dir / "hint_trials.jsonl"), out_dir / "writer_calls.jsonl"
-    calls = {(row["id"], row["round"]): row for row in (read_jsonl(calls_path, ("id", "round", "hint")) if calls_path.exists() else [])}
+    rows = read_jsonl(calls_path, ("id", "round", "hint")) if calls_path.exists() else []
+    calls = {(row["id"], row["round"]): row for row in rows}
     views = {task["id"]: {key: task[key] for key in VISIBLE if key in task} | {"trials": []} for task in tasks}
     tasks = {task["id"]: task for task in tasks}
     writer = WRITERS[cfg.writer](cfg, list(views.values()))
     strategies = {task_id: SEARCHES[cfg.search](cfg) for task_id in tasks}
     closed, void = set(), set()  # the writer has nothing left; the world broke down
 
-    def trial_request(row, num, stream="search"):
-        """A hint's next `num` rollouts: seeds go on where its trials end."""
+    def request(row, num):
+        """(row, seeds) for the next `num` rollouts of the row's hint: the seeds go on where its trials end."""
         start = sum(trial["hint_id"] == row["hint_id"] and "seed" in trial for trial in views[row["id"]]["trials"])
-        return row, [stable_seed(stream, cfg.seed, row["id"], row["hint_id"], k) for k in range(start, start + num)]
+        return row, [stable_seed("search", cfg.seed, row["id"], row["hint_id"], k) for k in range(start, start + num)]
 
     for round_index in (bar := tqdm(range(cfg.max_rounds), desc="rounds")):
         active = [task_id for task_id in tasks if not (strategies[task_id].done or task_id in closed | void)]
@@ -539,12 +548,14 @@ def search(cfg, tasks, engine, tokenizer):
             if call is None:
                 closed.add(task_id)
                 continue
-            row = {"id": task_id, "hint_id": make_hint_id(task_id, call["hint"]), "round": round_index, "hint": call["hint"], "phase": "search"}
-            reason = leak_check(call["hint"], view, [trial["hint"] for trial in view["trials"]], call.get("finish_reason", "stop"))
+            row = {"id": task_id, "hint_id": make_hint_id(task_id, call["hint"]), "round": round_index, "hint": call["hint"],
+                   "phase": "search"}
+            earlier = [trial["hint"] for trial in view["trials"]]
+            reason = leak_check(call["hint"], view, earlier, call.get("finish_reason", "stop"))
             if reason:
                 view["trials"].append(log.add(row | {"rejected": reason}))
             else:
-                requests.append(trial_request(row, strategies[task_id].ask()[1]))
+                requests.append(request(row, strategies[task_id].ask()[1]))
         while requests:  # the new hints, then those that their strategy wants to see again
             results, requests = zip(requests, roll_out(cfg, requests, tasks, engine, tokenizer, log)), []
             for (row, _), trials in results:
@@ -556,7 +567,7 @@ def search(cfg, tasks, engine, tokenizer):
                 strategy.tell(row["hint"], trials)
                 hint, num = strategy.ask()
                 if hint is not None and not strategy.done:
-                    requests.append(trial_request(row | {"hint": hint, "hint_id": make_hint_id(row["id"], hint)}, num))
+                    requests.append(request(row | {"hint": hint, "hint_id": make_hint_id(row["id"], hint)}, num))
         bar.set_postfix(passed=f"{sum(s.passed for s in strategies.values())}/{len(tasks)}")
 
     # Luck favoured the chosen hints; fresh seeds do not know them. The empty hint gets the very same seeds.
@@ -574,15 +585,15 @@ def search(cfg, tasks, engine, tokenizer):
         rewards = [trial["reward"] for trial in trials if trial["hint_id"] == hint_id and "reward" in trial]
         hints.append({"id": task_id, "hint_id": hint_id, "hint": best[task_id], "writer": cfg.writer,
                       **({"hint_reward": mean(rewards)} if rewards else {}),
-                      "fresh_reward": mean(trial["reward"] for trial in hinted), "empty_reward": mean(trial["reward"] for trial in empty),
-                      "num_rollouts": sum("reward" in trial for trial in trials), "rounds": len({trial["round"] for trial in trials}),
-                      "passed": strategies[task_id].passed})
-    order = {task_id: number for number, task_id in enumerate(tasks)}
-    calls = sorted(calls.values(), key=lambda row: (row["round"], order[row["id"]]))  # they arrived in any order
+                      "fresh_reward": mean(trial["reward"] for trial in hinted),
+                      "empty_reward": mean(trial["reward"] for trial in empty),
+                      "num_rollouts": sum("reward" in trial for trial in trials),
+                      "rounds": len({trial["round"] for trial in trials}), "passed": strategies[task_id].passed})
+    calls = sorted(calls.values(), key=lambda row: (row["round"], row["id"]))  # they arrived in any order
     write_jsonl(calls_path, calls)
     write_jsonl(out_dir / "hints.jsonl", hints)
     if void:
-        print(f"{len(void)} tasks are left out because their world broke down; run again to try them again: {', '.join(sorted(void)[:5])}")
+        print(f"{len(void)} tasks are left out because their world broke down: {', '.join(sorted(void)[:5])}; run again to retry them")
     return hints, {task_id: view["trials"] for task_id, view in views.items()}, calls
 
 
@@ -601,6 +612,8 @@ def main(cfg):
     for writer, field in (("file", "hints_file"), ("openai", "writer_model")):
         if (cfg.writer == writer) != bool(getattr(cfg, field)):
             die(f"--writer {writer} and --{field} go together")
+    if cfg.base_url and cfg.writer != "openai":
+        die("--base_url needs --writer openai")
     if min(cfg.max_rounds, cfg.fresh, cfg.concurrency) < 1 or min(cfg.confirm, cfg.max_retries) < 0:
         die("max_rounds, fresh and concurrency are at least 1, confirm and max_retries at least 0")
     tasks = load_tasks(cfg.tasks, cfg.num_tasks)
@@ -610,14 +623,15 @@ def main(cfg):
     model, tokenizer = load_model(cfg.model, cfg.device, cfg.dtype)
     hints, trials, calls = search(cfg, tasks, HFEngine(model, tokenizer), tokenizer)
 
-    average = lambda field: f"{mean(row[field] for row in hints if field in row):.3f}" if any(field in row for row in hints) else "-"
+    values = lambda field: [row[field] for row in hints if field in row]
+    average = lambda field: f"{mean(values(field)):.3f}" if values(field) else "-"
     tried = [trial for rows in trials.values() for trial in rows]
     tokens_in, tokens_out, usd = cost(cfg, calls)
     print(f"tasks {len(tasks)}: {sum(row['passed'] for row in hints)} passed, {len(tasks) - len(hints)} without a hint")
     print(f"mean reward: {average('hint_reward')} in the search that chose the hints, {average('fresh_reward')} on fresh seeds, "
           f"{average('empty_reward')} without a hint")
-    print(f"search: {sum('reward' in trial for trial in tried)} rollouts, {len({t['hint_id'] for t in tried if 'reward' in t})} hints tested, "
-          f"{sum('rejected' in trial for trial in tried)} rejected")
+    tested = [trial["hint_id"] for trial in tried if "reward" in trial]
+    print(f"search: {len(tested)} rollouts, {len(set(tested))} hints tested, {len(tried) - len(tested)} rejected")
     print(f"writer {cfg.writer}: {len(calls)} calls, {tokens_in} + {tokens_out} tokens, USD {usd}")
     print(f"{perf_counter() - started:.0f} seconds -> {cfg.out_dir}/hints.jsonl")
 

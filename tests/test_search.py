@@ -103,7 +103,7 @@ def files(out_dir):
     ("The correct answer is the lamp.", "hindsight"), ("In hindsight the lamp matters.", "hindsight"),
     ('Send {"name": "refund_item"}', "call itself"), ("Use refund_item(item_id=ITM-5).", "call itself"), ("Write <tool_call> now.", "call itself"),
     ("The amount is 4200.", "4200"), ("The amount is 12,901.", "12,901"), ("The amount is 12 901.", "12 901"), ("It is 1 2 9 0 1.", "1 2 9 0 1"),
-    ("The amount is ４２.", "42"), ("What the gra\u200bder wants.", "grader"), ("The amount is 129.", "129"), ("It costs $12.90 in all.", "12.90"), ("Refund four of them.", "four"),
+    ("The amount is ４２.", "42"), ("The amount is -4200.", "4200"), ("A 45-day window applies.", "45"), ("What the gra\u200bder wants.", "grader"), ("The amount is 129.", "129"), ("It costs $12.90 in all.", "12.90"), ("Refund four of them.", "four"),
     ("Set item_id to ITM-9.", "ITM-9"), ("Set item_id to itm9.", "itm9"), ("Say 2026-03-06 to the user.", "2026-03-06"),
     ("Say 2026/03/05 to the user.", "2026/03/05"), ("It is due on March the fifth.", "March"), ("Send it to bob@shop.example.", "bob@shop.example"),
     ("Refund it to Maria Garcia.", "Maria"), ("Refund it to MARIA.", "MARIA"), ("It is for the following person. Maria.", "Maria"),
@@ -539,7 +539,7 @@ def test_a_killed_search_ends_with_the_same_files(world, tmp_path):
     assert start(world, 0, "", tmp_path / "unbroken") == 0
     whole = files(tmp_path / "unbroken")
     records = whole["hint_trials.jsonl"].count(b"\n") + whole["writer_calls.jsonl"].count(b"\n") + 2
-    for kill_at in (1, 6, 11, 17, records - 20, records - 1, records):
+    for kill_at in (6, 11, records - 20, records - 1, records):
         out_dir = tmp_path / f"killed{kill_at}"
         assert start(world, kill_at, "", out_dir) == -signal.SIGKILL
         assert start(world, 0, "", out_dir) == 0
@@ -551,11 +551,11 @@ def test_a_killed_search_repeats_no_paid_call(world, tmp_path, server):
     server.reply = lambda body: (200, {}, chat_answer(hints[num_hints(body["messages"][1]["content"]) % 5]))
     assert start(world, 0, server.url, tmp_path / "unbroken") == 0
     paid, server.bodies[:] = len(server.bodies), []
-    for kill_at in (2, 7, 15):  # killed again and again in the same folder
+    for kill_at in (2, 9):  # killed again and again in the same folder
         assert start(world, kill_at, server.url, tmp_path / "killed") == -signal.SIGKILL
     assert start(world, 0, server.url, tmp_path / "killed") == 0
     assert files(tmp_path / "killed") == files(tmp_path / "unbroken")
-    in_flight = 2 * 3  # a call under way when the kill comes (concurrency - 1, three times) cannot be known to be paid
+    in_flight = 2 * 2  # a call under way when the kill comes (concurrency - 1, twice) cannot be known to be paid
     assert paid <= len(server.bodies) <= paid + in_flight
 
 
@@ -568,7 +568,7 @@ def test_EVAL_03_no_tasks_is_refused_not_replaced(cfg, tmp_path):
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"writer": "file"}, "hints_file"), ({"hints_file": "x.jsonl"}, "hints_file"), ({"writer": "openai"}, "writer_model"), ({"fresh": 0}, "fresh")])
+    ({"writer": "file"}, "hints_file"), ({"hints_file": "x.jsonl"}, "hints_file"), ({"writer": "openai"}, "writer_model"), ({"base_url": "http://x"}, "base_url"), ({"fresh": 0}, "fresh")])
 def test_contradictory_flags_are_refused(cfg, change, message):
     with pytest.raises(SystemExit, match=message):
         optimize_hints.main(replace(cfg, **change))
