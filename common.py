@@ -1,15 +1,13 @@
-"""What two or more stages of nanoOPSD share.
+"""What two or more stages of nanoOPSD share, in this order: config and run folders, JSONL records, tasks, worlds and hints,
+tool calls, rendering, model and attention, the sampling engine, packed rows, metrics.
 
-config and run folders / JSONL records / tasks and worlds / hints / tool calls / rendering /
-model and attention / the sampling engine / packed rows / metrics. Stages meet in JSONL files only.
-
-torch is imported on first use, so that `--help` answers at once; transformers and yaml are imported
-inside the function that needs them.
+torch is imported at first use, so that `--help` answers at once; transformers and yaml inside the functions that need them.
 """
 import argparse
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import importlib
 import importlib.metadata
@@ -44,7 +42,7 @@ torch = LazyModule("torch")
 
 
 class Refusal(SystemExit, ValueError):
-    """Ends a stage with one line on stderr and exit code 1; a Python caller may catch it as ValueError."""
+    """Ends a stage with one line on stderr and exit code 1; a Python caller may catch it as a ValueError."""
 
 
 def die(message):
@@ -52,89 +50,85 @@ def die(message):
     raise Refusal(f"error: {message}")
 
 
-# Config: one flat dataclass per stage. Defaults < YAML presets (positional) < --flags.
+# Config: one flat dataclass per stage. Defaults < YAML presets (positional arguments) < --flags.
 
 def opt(default, help, choices=None):
-    """A dataclass field with a help line: `lr: float = opt(2e-4, "peak learning rate")`."""
+    """A dataclass field with its help line: `lr: float = opt(2e-4, "peak learning rate")`."""
     metadata = {"help": help, "choices": choices}
     if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def parse_config(cls, argv=None):
-    """An instance of the dataclass `cls` from the command line (`argv` without the program's name).
+    """An instance of the dataclass `cls` from the command line (`argv` holds no program name). Raises Refusal.
 
-    A preset is a saved list of flags: its keys and values go through the same parser, so a misspelt
-    key or a wrong type in it gives the command line's own message. Raises Refusal.
+    A preset is only a saved list of flags: it goes through the same parser, so that a misspelt key or a wrong type in it
+    gives the message that the command line would give.
     """
     parser = argparse.ArgumentParser(description=sys.modules[cls.__module__].__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = die
-    parser.add_argument("presets", nargs="*", metavar="preset.yaml", help="saved flags, applied in order before the flags")
-    types = typing.get_type_hints(cls)
+    parser.add_argument("presets", nargs="*", metavar="preset.yaml", help="saved flags, applied before those of the command line")
+    kinds, defaults = typing.get_type_hints(cls), cls()
     for field in dataclasses.fields(cls):
-        kind, default = types[field.name], getattr(cls(), field.name)
-        help = f"{field.metadata['help']} (default: {default})".replace("%", "%%")
+        default, kind, inner = getattr(defaults, field.name), kinds[field.name], typing.get_args(kinds[field.name])
+        how = {"type": inner[0] if inner else kind, "choices": field.metadata["choices"]}  # `float | None` parses as float
         if kind is bool:
             how = {"action": argparse.BooleanOptionalAction}
         elif typing.get_origin(kind) is list:
-            how = {"nargs": "+", "type": typing.get_args(kind)[0], "choices": field.metadata["choices"]}
-        else:  # `float | None` is a float that may be left out
-            inner = [arg for arg in typing.get_args(kind) if arg is not type(None)]
-            how = {"type": inner[0] if inner else kind, "choices": field.metadata["choices"]}
-        parser.add_argument(f"--{field.name}", default=default, help=help, **how)
+            how["nargs"] = "+"
+        text = f"{field.metadata['help']} (default: {default})".replace("%", "%%")
+        parser.add_argument(f"--{field.name}", default=default, help=text, **how)
     for path in parser.parse_args(argv).presets:
-        values = vars(parser.parse_args(_preset_flags(path)))
+        values = vars(parser.parse_args(preset_flags(path)))
         if values.pop("presets"):
-            die(f"{path}: a yes/no key holds something other than true or false")
+            die(f"preset {path}: a yes-or-no key takes true or false")
         parser.set_defaults(**values)
     values = vars(parser.parse_args(argv))
     del values["presets"]
     return cls(**values)
 
 
-def _preset_flags(path):
-    """The flags that the YAML file at `path` stands for."""
+def preset_flags(path):
+    """The command line that the YAML file at `path` stands for."""
     import yaml
     try:
         values = yaml.safe_load(Path(path).read_text("utf-8")) or {}
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         die(f"preset {path}: {' '.join(str(error).split())}")
     if not isinstance(values, dict):
-        die(f"preset {path}: expected `key: value` lines")
+        die(f"preset {path}: expected lines of the form `key: value`")
     flags = []
     for key, value in values.items():
         if isinstance(value, bool):
             flags.append(f"--{key}" if value else f"--no-{key}")
         elif isinstance(value, list):
             flags += [f"--{key}", *map(str, value)]
-        else:  # an empty value becomes a flag without its argument, which the parser refuses
+        else:  # a key without a value becomes a flag without its argument, which the parser refuses
             flags.append(f"--{key}" if value is None else f"--{key}={value}")
     return flags
 
 
 def start_run(out_dir, cfg, ignore=()):
-    """Makes `out_dir` and writes its config.json; returns the folder as a Path.
+    """Makes `out_dir` with its config.json and returns it as a Path.
 
-    A folder that holds another run's config.json is refused with the differing fields named (fields
-    in `ignore` and out_dir may differ); the same config means resuming, and the file stays as it was.
+    A folder of another run is refused with the differing fields named; fields in `ignore` and out_dir may differ. The same
+    config means to resume, and its file stays as it was.
     """
-    out_dir, stage = Path(out_dir), Path(sys.modules[type(cfg).__module__].__file__).stem
-    config = json.loads(json.dumps(dataclasses.asdict(cfg)))
+    out_dir, module = Path(out_dir), sys.modules[type(cfg).__module__]
+    row = {"stage": Path(module.__file__).stem, "config": json.loads(json.dumps(dataclasses.asdict(cfg))), "argv": sys.argv,
+           "device": getattr(cfg, "device", "cpu"),
+           "versions": {"python": sys.version.split()[0], **{name: importlib.metadata.version(name) for name in ("numpy", "torch", "transformers")}}}
     path = out_dir / "config.json"
     if path.exists():
-        old = json.loads(path.read_text("utf-8"))
-        before, now = ({"stage": s, **c} for s, c in ((old["stage"], old["config"]), (stage, config)))
-        differing = [f"{key} ({before.get(key)!r} there, {now.get(key)!r} now)" for key in sorted(before.keys() | now.keys())
-                     if key not in {"out_dir", *ignore} and before.get(key) != now.get(key)]
+        there, now = ({"stage": r["stage"], **r["config"]} for r in (json.loads(path.read_text("utf-8")), row))
+        differing = [f"{key} ({there.get(key)!r} there, {now.get(key)!r} now)" for key in sorted(there.keys() | now.keys())
+                     if there.get(key) != now.get(key) and key not in {"out_dir", *ignore}]
         if differing:
-            die(f"{path} is from another run: {', '.join(differing)}; choose another --out_dir")
+            die(f"{path} is of another run: {', '.join(differing)}; choose another --out_dir")
         return out_dir
-    commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
-    row = {"stage": stage, "config": config, "argv": sys.argv, "device": config.get("device", "cpu"),
-           "versions": {"python": sys.version.split()[0]} | {name: importlib.metadata.version(name)
-                                                             for name in ("numpy", "torch", "transformers")}}
+    commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True)
     if commit.returncode == 0:
         row["git_commit"] = commit.stdout.strip()
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -143,93 +137,84 @@ def start_run(out_dir, cfg, ignore=()):
 
 
 def stable_seed(*parts):
-    """A 63-bit seed from JSON-able parts; it names a random stream: stable_seed("search", task_id, 3)."""
+    """A 63-bit seed from JSON-able parts. It names a random stream: stable_seed("search", task_id, 3)."""
     return int.from_bytes(hashlib.sha256(json.dumps(parts).encode()).digest()[:8], "big") >> 1
 
 
 # Records: one UTF-8 JSON object per line.
 
 def read_jsonl(path, required=()):
-    """The rows of a JSONL file. A torn last line (a killed writer) is left out.
+    """The rows of a JSONL file; a torn last line, left by a killed writer, is not one.
 
-    Raises Refusal, naming file and line, for a bad line elsewhere or a missing `required` field.
+    Raises Refusal that names file and line, for a bad line elsewhere and for a row without a `required` field.
     """
     try:
         lines = Path(path).read_bytes().split(b"\n")
     except OSError as error:
         die(f"cannot read {path}: {error.strerror}")
     filled = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    rows = []
-    for number, line in filled:
-        row = _decode_row(line)
+    rows = [(number, decode_row(line)) for number, line in filled]
+    if rows and rows[-1][1] is None:
+        rows.pop()
+    for number, row in rows:
         if row is None:
-            if number == filled[-1][0]:
-                break
             die(f"{path} line {number}: not a JSON object")
-        missing = [field for field in required if field not in row]
-        if missing:
-            die(f"{path} line {number}: missing field {missing[0]!r}")
-        rows.append(row)
-    return rows
+        for field in required:
+            if field not in row:
+                die(f"{path} line {number}: missing field {field!r}")
+    return [row for _, row in rows]
 
 
-def _decode_row(line):
+def decode_row(line):
     """The JSON object in the bytes `line`, or None."""
     try:
         row = json.loads(line)
-    except ValueError:  # UnicodeDecodeError is one too
+    except ValueError:  # cut inside a character, it is a UnicodeDecodeError, a ValueError too
         return None
     return row if isinstance(row, dict) else None
 
 
 def append_jsonl(path, row):
-    """Appends one row in one write under an exclusive lock, after mending a torn tail.
-
-    The bytes cut from the tail go to `path`.torn. NaN and infinities raise ValueError.
-    """
+    """Appends a row in one write under an exclusive lock, after mending a torn tail. NaN and infinities raise ValueError."""
     line = json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
     with open(path, "a+b", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        if _mend_tail(file, path):
-            line = b"\n" + line
-        if file.write(line) != len(line):
-            raise OSError(f"{path}: the disk took only a part of the row")
+        if file.write(mend_tail(file, path) + line) < len(line):
+            raise OSError(f"{path}: no room for the whole row")
 
 
-def _mend_tail(file, path):
-    """Cuts a torn last line off; True when the last row is whole and only its newline is missing."""
-    size, block, start, body = file.seek(0, os.SEEK_END), 1 << 16, 1, b""
-    while start and b"\n" not in body:  # read backwards until the last filled line is in view
-        start = max(0, size - block)
+def mend_tail(file, path):
+    """Moves a torn last line to `path`.torn. Returns what must stand before the next row: a newline that is missing, or b""."""
+    start = size = file.seek(0, os.SEEK_END)
+    tail = b""
+    while start and b"\n" not in tail.rstrip():  # backwards, until the last filled line is in sight
+        start = max(0, start - 65536)
         file.seek(start)
-        tail = file.read()
-        body, block = tail.rstrip(), block * 4
+        tail = file.read(size - start)
+    body = tail.rstrip()
     cut = body.rfind(b"\n") + 1
-    if not body or _decode_row(body[cut:]) is not None:
-        return bool(body) and not tail.endswith(b"\n")
+    if not body or decode_row(body[cut:]) is not None:
+        return b"\n" if body and not tail.endswith(b"\n") else b""
     with open(f"{path}.torn", "ab") as torn:
         torn.write(tail[cut:])
     file.truncate(start + cut)
-    return False
+    return b""
 
 
 def write_text(path, text):
     """Writes a whole file under a temporary name, then renames it: never half a file."""
-    temporary = Path(f"{path}.tmp")
-    temporary.write_text(text, "utf-8")
-    os.replace(temporary, path)
+    Path(f"{path}.tmp").write_text(text, "utf-8")
+    os.replace(f"{path}.tmp", path)
 
 
 @contextlib.contextmanager
 def new_folder(path):
-    """Yields a temporary folder that takes the name `path` once the block has ended well."""
-    path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
+    """Yields a temporary folder, which takes the name `path` when the block has ended well."""
+    temporary = Path(f"{path}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     yield temporary
-    if path.exists():
-        shutil.rmtree(path)
+    shutil.rmtree(path, ignore_errors=True)
     os.replace(temporary, path)
 
 
@@ -252,47 +237,38 @@ class InfraError(Exception):
 
 
 def load_tasks(paths, num_tasks=0):
-    """The rows of the task files, in file order.
+    """The rows of the task files, in order. Raises Refusal for a missing field and for an id that occurs twice.
 
-    num_tasks > 0 keeps a balanced subset: kind after kind in sorted order gives its next task until
-    there are enough. Raises Refusal for a missing field or an id that occurs twice.
+    num_tasks > 0 keeps a subset balanced over failure kinds: every kind's first task, then every kind's second, and so on,
+    kinds in sorted order; the file order stays.
     """
     tasks = [task for path in paths for task in read_jsonl(path, ("id", "world", "messages", "tools", "spec"))]
-    seen = set()
+    ranks, per_kind = {}, {}  # id -> (its number within its kind, kind)
     for task in tasks:
-        if task["id"] in seen:
+        if task["id"] in ranks:
             die(f"task id {task['id']!r} occurs twice in {', '.join(map(str, paths))}")
-        seen.add(task["id"])
-    if not 0 < num_tasks < len(tasks):
-        return tasks
-    turn, ranks = {}, {}
-    for task in tasks:
         kind = task.get("failure_kind", "")
-        turn[kind] = turn.get(kind, -1) + 1
-        ranks[task["id"]] = (turn[kind], kind)
-    kept = set(sorted(ranks, key=ranks.get)[:num_tasks])
+        per_kind[kind] = per_kind.get(kind, -1) + 1
+        ranks[task["id"]] = per_kind[kind], kind
+    kept = set(sorted(ranks, key=ranks.get)[:num_tasks or None])
     return [task for task in tasks if task["id"] in kept]
 
 
-_worlds = {}
-
-
+@functools.cache
 def load_world(world):
     """The module data/<world>/env.py, or <world>/env.py where `world` is a folder."""
-    if world not in _worlds:
-        folders = [ROOT / "data" / world, Path(world)]
-        path = next((folder / "env.py" for folder in folders if (folder / "env.py").is_file()), None)
-        if path is None:
-            die(f"world {world!r}: neither {folders[0]}/env.py nor {folders[1]}/env.py exists")
-        spec = importlib.util.spec_from_file_location(f"world_{len(_worlds)}_{path.parent.name}", path)
-        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        _worlds[world] = module
-    return _worlds[world]
+    paths = ROOT / "data" / world / "env.py", Path(world) / "env.py"
+    path = next(filter(Path.is_file, paths), None)
+    if path is None:
+        die(f"world {world!r}: there is no {paths[0]} and no {paths[1]}")
+    spec = importlib.util.spec_from_file_location("world_" + re.sub(r"\W", "_", str(path)), path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def grade_completion(task, text):
-    """Grade of the assistant message `text` played in a fresh environment. An InfraError passes through."""
+    """The Grade of the assistant message `text`, played in a fresh environment; an InfraError passes through."""
     env = load_world(task["world"]).Env()
     env.reset(task)
     env.step({"role": "assistant", "content": text})
@@ -300,136 +276,124 @@ def grade_completion(task, text):
 
 
 def load_hints(path, tasks, control="none", seed=0):
-    """{task id: hint row with `hint` and `hint_id`} for the tasks that have a hint.
+    """{task id: row with `hint` and `hint_id`}, without the tasks that have no hint.
 
-    A row with `failure_kind` in place of `id` serves every task of that kind. control: "empty" gives
-    every task the empty hint (so does path "" or "none"); "shuffled" gives each task the hint of a
-    task of another failure kind, drawn by `seed`.
+    A row with `failure_kind` in place of `id` serves every task of that kind. Path "" or "none" and control "empty" give every
+    task the empty hint; control "shuffled" gives each the hint of a task of another failure kind, drawn by `seed`.
     """
-    if control == "empty" or path in ("", "none"):
-        return {task["id"]: {"id": task["id"], "hint": "", "hint_id": "empty"} for task in tasks}
-    rows = read_jsonl(path, ("hint",))
-    by_id = {row["id"]: row for row in rows if "id" in row}
-    by_kind = {row["failure_kind"]: row for row in rows if "id" not in row and "failure_kind" in row}
-    hints, kinds = {}, {}
-    for task in tasks:
-        kind = task.get("failure_kind", "")
-        row = by_id.get(task["id"]) or by_kind.get(kind)
+    if control == "empty" or str(path) in ("", "none"):
+        return {task["id"]: {"id": task["id"], "hint_id": "empty", "hint": ""} for task in tasks}
+    rows = {row.get("id", ("kind", row.get("failure_kind"))): row for row in read_jsonl(path, ("hint",))}
+    kinds = {task["id"]: task.get("failure_kind", "") for task in tasks}
+    hints = {}
+    for task_id, kind in kinds.items():
+        row = rows.get(task_id) or rows.get(("kind", kind))
         if row:
-            kinds[task["id"]] = kind
-            hints[task["id"]] = {"hint_id": f"kind:{kind}"} | row | {"id": task["id"]}
+            hints[task_id] = {"hint_id": f"kind:{kind}", **row, "id": task_id}
     if control != "shuffled":
         return hints
     shuffled = {}
-    for task_id, kind in kinds.items():
-        donors = [other for other in hints if kinds[other] != kind]
+    for task_id in hints:
+        donors = [other for other in hints if kinds[other] != kinds[task_id]]
         if not donors:
-            die("shuffled hints need tasks of at least two failure kinds")
-        donor = donors[stable_seed("shuffled", seed, task_id) % len(donors)]
-        shuffled[task_id] = hints[donor] | {"id": task_id}
+            die("shuffled hints need tasks of two failure kinds or more")
+        shuffled[task_id] = {**hints[donors[stable_seed("shuffled", seed, task_id) % len(donors)]], "id": task_id}
     return shuffled
 
 
 # Tool calls.
 
-_SKIP_OR_CALL = re.compile(r"<think>.*?(?:</think>|\Z)|<tool_call>\s*", re.DOTALL)
-_CALL_END = re.compile(r"\s*</tool_call>")
-
-
-def _refuse_constant(name):
-    raise ValueError(f"{name} is not JSON")
-
-
-_decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+SKIP_OR_CALL = re.compile(r"<think>.*?(?:</think>|\Z)|<tool_call>\s*", re.DOTALL)
+CALL_END = re.compile(r"\s*</tool_call>")
+STRICT_JSON = json.JSONDecoder(parse_constant=int)  # int("NaN") raises: NaN and the infinities are not JSON
 
 
 def parse_tool_calls(text):
-    """(status, calls): status ok | no_call | malformed, calls [{"name", "arguments"}].
+    """(status, calls): status ok | no_call | malformed, calls [{"name", "arguments"}]. <think> text is skipped.
 
-    One JSON value is decoded after each opening tag, so that a string argument may hold braces or the
-    closing tag; then only blanks may stand before the closing tag. One bad call makes the whole
-    message malformed, as it does in serving parsers. <think> text is skipped.
+    One JSON value is decoded after each opening tag, since a string in it may hold braces or the closing tag; then only
+    blanks may stand before the closing tag. One bad call makes the message malformed, as it does for serving parsers.
     """
     calls, position = [], 0
-    while tag := _SKIP_OR_CALL.search(text, position):
+    while tag := SKIP_OR_CALL.search(text, position):
         position = tag.end()
         if tag[0].startswith("<think>"):
             continue
         try:
-            call, position = _decoder.raw_decode(text, position)
+            call, position = STRICT_JSON.raw_decode(text, position)
         except (ValueError, RecursionError):
             return "malformed", []
-        end = _CALL_END.match(text, position)
-        if not (end and isinstance(call, dict) and isinstance(call.get("name"), str) and isinstance(call.get("arguments"), dict)):
+        end = CALL_END.match(text, position)
+        if not end or not isinstance(call, dict) or not isinstance(call.get("name"), str) or not isinstance(call.get("arguments"), dict):
             return "malformed", []
         calls.append({"name": call["name"], "arguments": call["arguments"]})
         position = end.end()
-    return ("ok", calls) if calls else ("no_call", [])
+    return "ok" if calls else "no_call", calls
 
 
 def calls_match(expected, got, schema, order_matters=False):
-    """True when the two lists of calls are the same up to JSON spelling, and order unless it matters.
+    """True when two lists of calls say the same, in any order unless order_matters.
 
-    schema: {argument: JSON type, or "array<type>", or JSON schema}. Names, strings and argument sets
-    must be equal; integers are exact; other numbers have relative tolerance 1e-9; a bool is no number.
+    schema: {argument: JSON type or "array<type>" or JSON schema}. Names, strings and sets of arguments are compared exactly,
+    integers too; other numbers to a relative 1e-9; true and false are not numbers.
     """
     def same(want, call):
-        return want["name"] == call["name"] and _same_value(want["arguments"], call["arguments"], {"properties": schema})
+        return want["name"] == call["name"] and same_value(want["arguments"], call["arguments"], {"properties": schema})
 
     if order_matters:
         return len(expected) == len(got) and all(map(same, expected, got))
     left = list(got)
     for want in expected:
-        match = next((call for call in left if same(want, call)), None)
-        if match is None:
+        position = next((i for i, call in enumerate(left) if same(want, call)), None)
+        if position is None:
             return False
-        left.remove(match)
+        del left[position]
     return not left
 
 
-def _same_value(want, got, schema):
+def same_value(want, got, schema):
+    """The comparison of calls_match for one value; a part that the schema does not name is judged by the expected value."""
     if isinstance(schema, str):
-        inner = re.fullmatch(r"array<(.*)>", schema)
-        schema = {"type": "array", "items": inner[1]} if inner else {"type": schema}
+        items = re.fullmatch(r"array<(.*)>", schema)
+        schema = {"items": items[1]} if items else {"type": schema}
     if isinstance(want, bool) or isinstance(got, bool):
         return want is got
     if isinstance(want, (int, float)) and isinstance(got, (int, float)):
-        return want == got if schema.get("type") == "integer" else math.isclose(want, got, rel_tol=1e-9)
+        return want == got or schema.get("type") != "integer" and math.isclose(want, got, rel_tol=1e-9)
     if isinstance(want, list) and isinstance(got, list):
-        return len(want) == len(got) and all(_same_value(w, g, schema.get("items", {})) for w, g in zip(want, got))
+        return len(want) == len(got) and all(same_value(w, g, schema.get("items", {})) for w, g in zip(want, got))
     if isinstance(want, dict) and isinstance(got, dict):
         inner = schema.get("properties", {})
-        return want.keys() == got.keys() and all(_same_value(want[key], got[key], inner.get(key, {})) for key in want)
+        return want.keys() == got.keys() and all(same_value(want[key], got[key], inner.get(key, {})) for key in want)
     return type(want) is type(got) and want == got
 
 
 # Rendering.
 
 def place_hint(messages, hint, position="end"):
-    """The messages with "\\n" + hint appended to one of them: the last (end), the system or the first user message.
+    """The messages with "\\n" + hint added to one of them: the last (end), the system or the first user message.
 
-    At the end it stands inside the closing tag of a tool response and adds no turn, so templates that
-    look for the last user turn render the rest unchanged: deleting it gives the old prompt back.
+    At the end it stands inside the closing tag of a tool response. It adds no turn: templates that drop thoughts before the
+    last user turn render the rest as before, and the prompt without the hint text is the student's byte for byte.
     """
     if not hint:
         return list(messages)
     role = {"end": None, "system": "system", "first_user": "user"}[position]
-    index = len(messages) - 1 if role is None else next((i for i, m in enumerate(messages) if m["role"] == role), None)
-    if index is None:
+    places = [i for i, message in enumerate(messages) if message["role"] == role] if role else [len(messages) - 1]
+    if not places:
         die(f"hint position {position}: the prefix has no {role} message")
-    if messages[index]["role"] not in ("system", "user", "tool"):
-        die("a prefix must end in a tool or a user message to take a hint at its end")
-    hinted = {**messages[index], "content": messages[index]["content"] + "\n" + hint}
-    return [*messages[:index], hinted, *messages[index + 1:]]
+    at = messages[places[0]]
+    if at["role"] not in ("system", "user", "tool"):
+        die("a hint goes at the end of a tool or a user message, and this prefix ends in neither")
+    return [*messages[:places[0]], {**at, "content": at["content"] + "\n" + hint}, *messages[places[0] + 1:]]
 
 
 def render_prompt(tokenizer, messages, tools, hint="", hint_position="end", enable_thinking=None):
-    """Token ids of the prompt up to the assistant's turn; student (hint "") and teacher both come from here."""
+    """Token ids of the prompt up to the assistant's turn, the student's (hint "") as well as the teacher's."""
     messages = [{**message, "content": message.get("content") or ""} for message in messages]
     options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-    rendered = tokenizer.apply_chat_template(place_hint(messages, hint, hint_position), tools=tools or None,
-                                             add_generation_prompt=True, tokenize=True, return_dict=True, **options)
-    return list(rendered["input_ids"])
+    return list(tokenizer.apply_chat_template(place_hint(messages, hint, hint_position), tools=tools or None, tokenize=True,
+                                              add_generation_prompt=True, return_dict=True, **options)["input_ids"])
 
 
 # Model and attention.
@@ -437,19 +401,18 @@ def render_prompt(tokenizer, messages, tools, hint="", hint_position="end", enab
 def load_model(path, device="cpu", dtype="float32"):
     """(model in eval mode, tokenizer) of a Hugging Face folder, with `attention` below in every layer.
 
-    Raises Refusal for a checkpoint with missing weights or a model that our attention cannot serve.
+    Raises Refusal for a checkpoint that lacks weights and for a model that our attention cannot serve.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
     from transformers.masking_utils import sdpa_mask
     from transformers.utils import logging
     logging.disable_progress_bar()
     AttentionInterface.register("nanoopsd", attention)
-    AttentionMaskInterface.register("nanoopsd", sdpa_mask)  # without it transformers hands over no 2D mask at all
+    AttentionMaskInterface.register("nanoopsd", sdpa_mask)  # without it transformers would hand over no 2D mask at all
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype, attn_implementation="nanoopsd",
-            output_loading_info=True)
+        model, info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="nanoopsd", output_loading_info=True)
     except OSError as error:
         die(f"cannot load model {path}: {str(error).splitlines()[0]}")
     if info["missing_keys"]:
@@ -460,30 +423,29 @@ def load_model(path, device="cpu", dtype="float32"):
 
 
 def check_model(model):
-    """Refuses a model whose layers are not all plain full attention through `attention` below."""
+    """Refuses a model whose layers are not all plain full attention through `attention`, or whose logits are scaled."""
     config = model.config
     assert config._attn_implementation == "nanoopsd", config._attn_implementation
     with torch.no_grad():
-        reached = len(SharedCache(model, [[0, 0]], 1).prefix)
+        num_reached = len(SharedCache(model, [[0, 0]], 1).prefix)
     windowed = getattr(config, "sliding_window", None) or set(getattr(config, "layer_types", None) or []) - {"full_attention"}
-    if reached != config.num_hidden_layers or windowed:
+    if num_reached != config.num_hidden_layers or windowed:
         die(f"{config.model_type}: not every layer is plain full attention that transformers lets us replace")
     head_weight(model)
 
 
 def head_weight(model):
     """The (V, D) matrix that turns final hidden states into logits, tied or not."""
-    head = model.get_output_embeddings()
     scaled = [name for name in ("final_logit_softcapping", "logits_scaling", "logit_scale") if getattr(model.config, name, None)]
-    if getattr(head, "bias", None) is not None or scaled:
-        die(f"{model.config.model_type}: logits are not a plain matrix product ({scaled or 'bias'})")
+    head = model.get_output_embeddings()
+    if scaled or getattr(head, "bias", None) is not None:
+        die(f"{model.config.model_type}: its logits are more than a matrix product ({', '.join(scaled) or 'bias'})")
     return head.weight
 
 
 def stop_ids(tokenizer, model):
-    """Ids that end a turn: the union of what tokenizer, config and generation_config name."""
-    named = [tokenizer.eos_token_id, getattr(model.config, "eos_token_id", None),
-             getattr(getattr(model, "generation_config", None), "eos_token_id", None)]
+    """The ids that end a turn: those of tokenizer, config and generation_config together."""
+    named = [getattr(owner, "eos_token_id", None) for owner in (tokenizer, model.config, getattr(model, "generation_config", None))]
     return sorted({i for ids in named if ids is not None for i in (ids if isinstance(ids, (list, tuple)) else [ids])})
 
 
@@ -586,8 +548,7 @@ class Sample:
 def sample_tokens(logits, uniforms, temperature):
     """Draws by inverse CDF. logits (..., V), uniforms (...) in [0, 1) -> ids (...), logprobs (...).
 
-    Both come from softmax(logits / temperature) in float32. temperature 0 takes the most likely token
-    and its log-prob at temperature 1.
+    Both come from softmax(logits / temperature) in float32. temperature 0 takes the likeliest token, log-prob at temperature 1.
     """
     logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), -1)
     if temperature == 0:
@@ -668,7 +629,7 @@ class HFEngine:
                 break
             alive, most = live.any(1).nonzero()[:, 0], int(live.sum(1).max())
             if 2 * len(alive) * most <= live.numel():  # half of the slots can go
-                slots = live[alive].int().argsort(1, descending=True, stable=True)[:, :most]  # (P', n'), live ones first
+                slots = live[alive].int().argsort(dim=1, descending=True, stable=True)[:, :most]  # (P', n'), live ones first
                 cache.keep(alive, slots)
                 tokens, live, index, uniforms = (x[alive[:, None], slots] for x in (tokens, live, index, uniforms))
             logits = cache.advance(tokens) @ head.T
@@ -697,9 +658,8 @@ class Row:
 def pack_rows(items, row_tokens):
     """Rows of at most `row_tokens` input tokens from items (prefix_ids, [completion_ids, ...]), in order.
 
-    A task never splits over rows; a longer task gets a row of its own. The T completion tokens, read
-    row after row, are those of the items in order, whatever the rows are: student and teacher tokens
-    correspond one to one although their prefixes differ.
+    A task never splits over rows; one that is longer gets a row of its own. Read row after row, the T completion tokens are
+    those of the items in order, however they fell into rows: tokens of student and teacher correspond one to one.
     """
     rows, columns, owner = [], None, 0
     for number, (prefix, completions) in enumerate(items):
@@ -709,13 +669,12 @@ def pack_rows(items, row_tokens):
             rows.append(columns)
         start = len(columns["input_ids"])
         for branch, ids in enumerate([prefix, *completions]):
-            here = len(columns["input_ids"])
-            first = 0 if branch == 0 else len(prefix)
+            here, position = len(columns["input_ids"]), len(prefix) if branch else 0
             columns["input_ids"] += ids
-            columns["position_ids"] += range(first, first + len(ids))
+            columns["position_ids"] += range(position, position + len(ids))
             columns["task"] += [number] * len(ids)
             columns["branch"] += [branch] * len(ids)
-            if branch:  # the prefix's last state predicts token 0, the state of token t predicts token t + 1
+            if branch:  # the prefix's last state predicts token 0, that of token t predicts token t + 1
                 columns["predict"] += [start + len(prefix) - 1, *range(here, here + len(ids) - 1)][:len(ids)]
                 columns["targets"] += ids
                 columns["owner"] += [owner] * len(ids)
@@ -750,20 +709,19 @@ def pass_at_k(n, c, k):
 
 
 def spearman(x, y):
-    """Rank correlation with average ranks for ties; None when undefined (fewer than 2 pairs, a constant side)."""
+    """Rank correlation, ties at their average rank. None when undefined: under two pairs, a NaN, all of one side equal."""
     if len(x) != len(y):
         raise ValueError(f"{len(x)} values against {len(y)}")
     ranks = []
-    for values in (np.asarray(x, float), np.asarray(y, float)):
-        below = (values[:, None] > values).sum(1)
-        equal = (values[:, None] == values).sum(1)
-        ranks.append(below + (equal - 1) / 2)
-    if len(x) < 2 or any(np.ptp(rank) == 0 for rank in ranks):
+    for values in (x, y):
+        _, place, counts = np.unique(np.asarray(values, float), return_inverse=True, return_counts=True)
+        ranks.append((counts.cumsum() - (counts + 1) / 2)[place])
+    if len(x) < 2 or np.isnan([x, y]).any() or any(np.ptp(rank) == 0 for rank in ranks):
         return None
     return float(np.corrcoef(ranks)[0, 1])
 
 
-def _by_task(rows):
+def scores_by_task(rows):
     """{task: its scores} from rows with id and passed (or reward), or from a list of per-task lists."""
     if rows and not isinstance(rows[0], dict):
         return dict(enumerate(rows))
@@ -778,7 +736,7 @@ def bootstrap_ci(rows, num=10000, seed=0):
 
     A task's seeds move together: repeated samples of one task are not independent.
     """
-    tasks = list(_by_task(rows).values())
+    tasks = list(scores_by_task(rows).values())
     if not tasks:
         raise ValueError("no rows")
     sums, counts = np.array([sum(task) for task in tasks], float), np.array([len(task) for task in tasks])
@@ -789,7 +747,7 @@ def bootstrap_ci(rows, num=10000, seed=0):
 
 def paired_ci(rows_a, rows_b, num=10000, seed=0):
     """(difference, low, high) of b - a over the same tasks, from the per-task differences of means."""
-    a, b = _by_task(rows_a), _by_task(rows_b)
+    a, b = scores_by_task(rows_a), scores_by_task(rows_b)
     if a.keys() != b.keys():
         raise ValueError(f"not the same tasks: {len(a.keys() - b.keys())} only in the first, {len(b.keys() - a.keys())} only in the second")
     return bootstrap_ci([[np.mean(b[task]) - np.mean(a[task])] for task in a], num, seed)
