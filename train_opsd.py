@@ -37,9 +37,9 @@ from evaluate import evaluate_model, refuse_overlap
 @dataclass
 class Config:
     tasks: list[str] = opt(["data/toolworld/train_tool.jsonl", "data/toolworld/train_chat.jsonl"], "task files to train on")
-    num_tasks: int = opt(240, "balanced subset of the tasks; 0 = all")
+    num_tasks: int = opt(240, "balanced subset over failure kinds; 0 = all")
     hints: str = opt("out/hints.jsonl", "hints file of optimize_hints.py; none = every hint empty")
-    control: str = opt("none", "empty = no hints at all, shuffled = hints of another failure kind", ["none", "empty", "shuffled"])
+    control: str = opt("none", "empty = no hints, shuffled = hints of another failure kind", ["none", "empty", "shuffled"])
     filter: str = opt("all", "passed = only tasks whose hint passed the search", ["all", "passed"])
     min_hint_reward: float = opt(0.0, "only tasks whose hint_reward is at least this")
     hint_position: str = opt("end", "where the teacher's hint stands in the prefix", ["end", "system", "first_user"])
@@ -56,7 +56,7 @@ class Config:
     weight_decay: float = opt(0.0, "AdamW weight decay; above 0 even an empty hint moves the weights")
     grad_clip: float = opt(1.0, "largest gradient norm")
     loss: str = opt("dense", "dense = KL over the vocabulary, policy_gradient = sampled tokens", ["dense", "policy_gradient"])
-    divergence: str = opt("reverse_kl", "of the dense loss; reverse_kl = KL(student || teacher), jsd at one half",
+    divergence: str = opt("reverse_kl", "dense loss: reverse_kl = KL(student || teacher), jsd at one half",
                           ["reverse_kl", "forward_kl", "jsd"])
     top_k: int = opt(0, "dense loss on the student's k likeliest tokens and one bucket for the rest; 0 = every token")
     grpo_weight: float = opt(0.0, "policy_gradient: share of the GRPO advantage; 0 = hints only, 1 = rewards only")
@@ -86,7 +86,7 @@ def check(cfg):
          "--grpo_weight, --grpo_schedule and --advantage_clip need --loss policy_gradient"),
         (gradient and (cfg.divergence != "reverse_kl" or cfg.top_k), "--divergence and --top_k need --loss dense"),
         (not 0 <= cfg.grpo_weight <= 1, "--grpo_weight lies between 0 and 1"),
-        (mixes and cfg.rollouts_per_task < 2, "--rollouts_per_task is at least 2 with GRPO, which compares the rollouts of a task"),
+        (mixes and cfg.rollouts_per_task < 2, "GRPO compares a task's rollouts: --rollouts_per_task 2 or more"),
         (cfg.temperature <= 0, "--temperature 0 has no distribution to distill"),
         (min(cfg.steps, cfg.tasks_per_step, cfg.rollouts_per_task, cfg.max_new_tokens, cfg.eval_every, cfg.save_every) < 1,
          "--steps, --tasks_per_step, --rollouts_per_task, --max_new_tokens, --eval_every and --save_every are at least 1"),
@@ -111,11 +111,11 @@ def latest_checkpoint(out_dir, steps):
 
     `checkpoint` is the finished run, `checkpoint-<step>` a run under way.
     """
-    found = {path: steps if path.name == "checkpoint" else int(path.name[11:])
-             for path in Path(out_dir).glob("checkpoint*") if re.fullmatch(r"checkpoint(-\d+)?", path.name)}
-    latest = max(found, key=lambda path: (found[path], path.name == "checkpoint"), default=None)
-    for path in Path(out_dir).glob("checkpoint*"):
-        if path != latest:
+    ours = {path: re.fullmatch(r"checkpoint(?:-(\d+))?(\.tmp)?", path.name) for path in Path(out_dir).glob("checkpoint*")}
+    found = {path: int(name[1] or steps) for path, name in ours.items() if name and not name[2]}
+    latest = max(found, key=found.get, default=None)
+    for path, name in ours.items():
+        if name and path != latest:  # other folders, such as a copy kept by hand, are left alone
             shutil.rmtree(path)
     return latest, found.get(latest, 0)
 
@@ -405,7 +405,7 @@ def main(cfg):
     tasks, eval_tasks = load_tasks(cfg.tasks, cfg.num_tasks), load_tasks(cfg.eval_tasks)
     refuse_overlap(tasks, eval_tasks)
     hints = load_hints(cfg.hints, tasks, cfg.control, cfg.seed)
-    tasks = select_tasks(tasks, hints, cfg)
+    trained = select_tasks(tasks, hints, cfg)
     out_dir = start_run(cfg.out_dir, cfg)
     resumed, done = latest_checkpoint(out_dir, cfg.steps)
     if done == cfg.steps:
@@ -420,9 +420,9 @@ def main(cfg):
     if resumed:
         optimizer.load_state_dict(state["optimizer"])
     engine = HFEngine(model, tokenizer)  # samples from the weights in training: nothing to synchronise
-    prompts = render_prompts(tokenizer, tasks, hints, cfg, model.config.max_position_embeddings)
+    prompts = render_prompts(tokenizer, trained, hints, cfg, model.config.max_position_embeddings)
     pass_rates = [row["pass_rate"] for row in read_jsonl(out_dir / "metrics.jsonl")] if resumed else []
-    print(f"{len(tasks)} tasks with a hint, {len(eval_tasks)} held-out tasks, {done} of {cfg.steps} steps done")
+    print(f"{len(trained)} of {len(tasks)} tasks to train on, {len(eval_tasks)} held out, {done} of {cfg.steps} steps done")
     bar = tqdm(total=cfg.steps, initial=done, desc="train", unit="step")
 
     def evaluate(step):
@@ -435,7 +435,7 @@ def main(cfg):
         # Sample from the student, without a hint, and grade.
         clock = [time.time()]
         position = (step - 1) * cfg.tasks_per_step
-        batch = [tasks[i] for i in task_order(len(tasks), cfg.seed, position, cfg.tasks_per_step)]
+        batch = [trained[i] for i in task_order(len(trained), cfg.seed, position, cfg.tasks_per_step)]
         seeds = [[stable_seed("rollout", cfg.seed, position + i, k) for k in range(cfg.rollouts_per_task)]
                  for i in range(len(batch))]
         groups = engine.generate([prompts[task["id"]][0] for task in batch], seeds, cfg.max_new_tokens, cfg.temperature)
