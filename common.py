@@ -119,7 +119,8 @@ def start_run(out_dir, cfg, ignore=()):
     out_dir, module = Path(out_dir), sys.modules[type(cfg).__module__]
     row = {"stage": Path(module.__file__).stem, "config": json.loads(json.dumps(dataclasses.asdict(cfg))), "argv": sys.argv,
            "device": getattr(cfg, "device", "cpu"),
-           "versions": {"python": sys.version.split()[0], **{name: importlib.metadata.version(name) for name in ("numpy", "torch", "transformers")}}}
+           "versions": {name: importlib.metadata.version(name) for name in ("numpy", "torch", "transformers")}
+           | {"python": sys.version.split()[0]}}
     path = out_dir / "config.json"
     if path.exists():
         there, now = ({"stage": r["stage"], **r["config"]} for r in (json.loads(path.read_text("utf-8")), row))
@@ -467,7 +468,8 @@ class SharedCache:
         for start in range(0, len(prompts), per_call):
             called = prompts[start:start + per_call]
             self.reading = slice(start, start + len(called))
-            padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in called], batch_first=True)  # causal: no mask needed
+            # Padded on the right: causal attention never looks there, so that no mask is needed.
+            padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in called], batch_first=True)
             hidden = model.base_model(padded.to(model.device), use_cache=False, shared_cache=self).last_hidden_state
             states.append(hidden[range(len(called)), [len(ids) - 1 for ids in called]])
         self.last_hidden = torch.cat(states)  # (P, D), predicts the first new token
