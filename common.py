@@ -72,9 +72,10 @@ def parse_config(cls, argv=None):
     parser.add_argument("presets", nargs="*", metavar="preset.yaml", help="saved flags, applied before those of the command line")
     kinds, defaults = typing.get_type_hints(cls), cls()
     for field in dataclasses.fields(cls):
-        default, kind, inner = getattr(defaults, field.name), kinds[field.name], typing.get_args(kinds[field.name])
-        how = {"type": inner[0] if inner else kind, "choices": field.metadata["choices"]}  # `float | None` parses as float
-        if kind is bool:
+        default, kind = getattr(defaults, field.name), kinds[field.name]
+        inner = (typing.get_args(kind) or (kind,))[0]  # of `float | None` and of list[float]: float
+        how = {"type": inner, "choices": field.metadata["choices"]}
+        if inner is bool:
             how = {"action": argparse.BooleanOptionalAction}
         elif typing.get_origin(kind) is list:
             how["nargs"] = "+"
@@ -101,12 +102,14 @@ def preset_flags(path):
         die(f"preset {path}: expected lines of the form `key: value`")
     flags = []
     for key, value in values.items():
-        if isinstance(value, bool):
+        if value is None:
+            die(f"preset {path}: {key} has no value")
+        elif isinstance(value, bool):
             flags.append(f"--{key}" if value else f"--no-{key}")
         elif isinstance(value, list):
             flags += [f"--{key}", *map(str, value)]
-        else:  # a key without a value becomes a flag without its argument, which the parser refuses
-            flags.append(f"--{key}" if value is None else f"--{key}={value}")
+        else:
+            flags.append(f"--{key}={value}")
     return flags
 
 

@@ -32,6 +32,7 @@ class Config:
     loss: str = opt("dense", "which loss", choices=["dense", "policy_gradient"])
     clip: float | None = opt(None, "clip, off by default")
     thinking: bool = opt(False, "thinking")
+    cache: bool | None = opt(None, "a yes-or-no flag that may stay open")
     out_dir: str = opt("out", "folder")
     device: str = opt("cpu", "device")
 
@@ -57,7 +58,6 @@ def test_defaults_then_presets_then_flags(tmp_path):
     (["--steps", "2.5"], "steps: 2.5", "argument --steps: invalid int value: '2.5'"),
     (["--loss", "mse"], "loss: mse", "argument --loss: invalid choice: 'mse'"),
     (["--step", "3"], "step: 3", "unrecognized arguments: --step"),  # no abbreviations
-    (["--lr"], "lr:", "argument --lr: expected one argument"),
     (["--thinking=maybe"], "thinking: maybe", "ignored explicit argument 'maybe'"),
     (["--lr"], "lr: true", "argument --lr: expected one argument"),
     (["--ks", "1", "x"], "ks: [1, x]", "argument --ks: invalid int value: 'x'")])
@@ -68,7 +68,18 @@ def test_a_preset_fails_with_the_message_of_the_command_line(tmp_path, flag, lin
         assert message in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["thinking: [maybe]", "- lr", "lr: [", "a: b: c"])
+def test_a_yes_or_no_flag_may_stay_open(tmp_path):
+    assert parse_config(Config, []).cache is None
+    for value in (True, False):
+        path = preset(tmp_path, f"cache: {value}\n")
+        flag = "--cache" if value else "--no-cache"
+        assert parse_config(Config, [flag]).cache is parse_config(Config, [path]).cache is value
+        assert parse_config(Config, [path, "--cache"]).cache is True
+    with pytest.raises(SystemExit, match="preset False"):  # a word behind it is not its value
+        parse_config(Config, ["--cache", "False"])
+
+
+@pytest.mark.parametrize("text", ["thinking:", "lr:", "cache:", "thinking: [maybe]", "- lr", "lr: [", "a: b: c"])
 def test_a_preset_that_is_no_list_of_flags_is_refused(tmp_path, text):
     with pytest.raises(SystemExit, match="preset.yaml"):
         parse_config(Config, [preset(tmp_path, text)])
