@@ -403,7 +403,7 @@ def render_prompt(tokenizer, messages, tools, hint="", hint_position="end", enab
 # Model and attention.
 
 def load_model(path, device="cpu", dtype="float32"):
-    """(model in eval mode, tokenizer) of a Hugging Face folder, with `attention` below in every layer.
+    """(model in eval mode, tokenizer) of a Hugging Face folder, with `attention` below in every layer, weights in memory of its own.
 
     Raises Refusal for a checkpoint that lacks weights and for a model that our attention cannot serve.
     """
@@ -422,6 +422,10 @@ def load_model(path, device="cpu", dtype="float32"):
     if info["missing_keys"]:
         die(f"model {path} lacks weights: {', '.join(sorted(info['missing_keys'])[:3])}")
     model = model.to(device).eval()
+    for weight in model.parameters():
+        # Weights mapped straight from a file stand at odd addresses, where a matrix product of one row rounds differently: a
+        # resumed run would leave the unbroken one, and an empty hint would no longer score exactly as the student does.
+        weight.data = weight.data.clone()
     check_model(model)
     return model, tokenizer
 

@@ -127,18 +127,6 @@ def drop_rows_after(path, step):
         write_text(path, "".join(line + "\n" for line in path.read_bytes().decode("utf-8", "replace").split("\n")[:kept]))
 
 
-def load_aligned(path, cfg):
-    """load_model with every weight in memory of its own.
-
-    Weights mapped straight from a file stand at odd addresses, where a matrix product of one row rounds differently: a
-    resumed run would leave the unbroken one, and an empty hint would no longer score exactly as the student does.
-    """
-    model, tokenizer = load_model(path, cfg.device, cfg.dtype)
-    for weight in model.parameters():
-        weight.data = weight.data.clone()
-    return model, tokenizer
-
-
 def load_teacher(cfg, student, state):
     """The model that scores: the student itself (live) or a second copy of the starting weights without gradient.
 
@@ -146,7 +134,7 @@ def load_teacher(cfg, student, state):
     """
     if cfg.teacher == "live":
         return student
-    teacher, _ = load_aligned(cfg.model, cfg)
+    teacher, _ = load_model(cfg.model, cfg.device, cfg.dtype)
     if "teacher" in state:
         teacher.load_state_dict(state["teacher"])
     return teacher.requires_grad_(False)
@@ -413,7 +401,7 @@ def main(cfg):
     for name in ("metrics.jsonl", "rollouts.jsonl", "eval.jsonl"):
         drop_rows_after(out_dir / name, done)
 
-    model, tokenizer = load_aligned(resumed or cfg.model, cfg)
+    model, tokenizer = load_model(resumed or cfg.model, cfg.device, cfg.dtype)
     state = torch.load(resumed / "training_state.pt", map_location="cpu") if resumed else {}
     teacher = load_teacher(cfg, model, state)
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay, fused=True)

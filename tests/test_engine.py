@@ -89,6 +89,11 @@ def test_every_model_we_load_has_it_and_others_are_refused(model, tiny_model_dir
         load_model(tmp_path / "nowhere")
 
 
+def test_weights_stand_at_even_addresses(model):
+    assert all(weight.data_ptr() % 64 == 0 for weight in model.parameters())  # in the mapped file they do not
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
 def test_other_architectures_decode_alike(tiny_model_dir, tmp_path):
     """Llama without grouped queries, with untied weights and a bias: decoding equals its own full forward."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, set_seed
