@@ -19,6 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,24 +114,29 @@ def preset_flags(path):
     return flags
 
 
-def start_run(out_dir, cfg, ignore=()):
+def start_run(out_dir, cfg, inputs=(), ignore=()):
     """Makes `out_dir` with its config.json and returns it as a Path.
 
-    A folder of another run is refused with the differing fields named; fields in `ignore` and out_dir may differ. The same
-    config means to resume, and its file stays as it was.
+    A folder of another run is refused with the differing fields named; fields in `ignore` and out_dir may differ. So is one
+    whose `inputs`, files and model folders, have changed since. The same config means to resume, and its file stays as it was.
     """
     out_dir, module = Path(out_dir), sys.modules[type(cfg).__module__]
     row = {"stage": Path(module.__file__).stem, "config": json.loads(json.dumps(dataclasses.asdict(cfg))), "argv": sys.argv,
            "device": getattr(cfg, "device", "cpu"),
            "versions": {name: importlib.metadata.version(name) for name in ("numpy", "torch", "transformers")}
-           | {"python": sys.version.split()[0]}}
+           | {"python": sys.version.split()[0]},
+           "inputs": {str(path): fingerprint(path) for path in inputs}}
     path = out_dir / "config.json"
     if path.exists():
-        there, now = ({"stage": r["stage"], **r["config"]} for r in (json.loads(path.read_text("utf-8")), row))
+        earlier = json.loads(path.read_text("utf-8"))
+        there, now = ({"stage": r["stage"], **r["config"]} for r in (earlier, row))
         differing = [f"{key} ({there.get(key)!r} there, {now.get(key)!r} now)" for key in sorted(there.keys() | now.keys())
                      if there.get(key) != now.get(key) and key not in {"out_dir", *ignore}]
         if differing:
             die(f"{path} is of another run: {', '.join(differing)}; choose another --out_dir")
+        for name, digest in earlier.get("inputs", {}).items():
+            if row["inputs"].get(name) != digest:
+                die(f"{name} has changed since the run in {out_dir} began; choose another --out_dir")
         return out_dir
     commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True)
     if commit.returncode == 0:
@@ -138,6 +144,19 @@ def start_run(out_dir, cfg, ignore=()):
     out_dir.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(row, indent=2) + "\n")
     return out_dir
+
+
+def fingerprint(path):
+    """sha256 of a file, or of the weights, configs and tokenizer in a model folder; a name that is neither stands for itself."""
+    if not path or not Path(path).exists():
+        return str(path)
+    parts, digest = [path], hashlib.sha256()
+    if Path(path).is_dir():
+        parts = sorted(part for part in Path(path).iterdir() if part.suffix in (".safetensors", ".json", ".jinja"))
+    for part in parts:
+        with open(part, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 def stable_seed(*parts):
@@ -205,6 +224,34 @@ def mend_tail(file, path):
     return b""
 
 
+class RowLog:
+    """A record file as rows by their `key` fields. What stands on disk is looked up instead of being made again.
+
+    Rows that are not `finished` do not count; of finished rows with the same key the last one does. Without a path the rows
+    are in memory only.
+    """
+
+    def __init__(self, path, key, required=(), finished=lambda row: True):
+        self.path, self.key = path, key
+        on_disk = read_jsonl(path, required) if path and Path(path).exists() else []
+        self.rows = {self.place(row): row for row in on_disk if finished(row)}
+
+    def place(self, row):
+        return tuple(row.get(field) for field in self.key)
+
+    def get(self, row):
+        """The row that has the key fields of `row`, or None."""
+        return self.rows.get(self.place(row))
+
+    def add(self, row):
+        """Appends the row unless its place is taken; returns the one that counts."""
+        if self.place(row) not in self.rows:
+            if self.path:
+                append_jsonl(self.path, row)
+            self.rows[self.place(row)] = row
+        return self.get(row)
+
+
 def write_text(path, text):
     """Writes a whole file under a temporary name, then renames it: never half a file."""
     Path(f"{path}.tmp").write_text(text, "utf-8")
@@ -237,7 +284,7 @@ class Grade:
 
 
 class InfraError(Exception):
-    """A world broke down: void in search, retried and then a failure in evaluation."""
+    """A world broke down: no verdict on the completion, which is not the same as a reward of 0."""
 
 
 def load_tasks(paths, num_tasks=0):
@@ -272,11 +319,31 @@ def load_world(world):
 
 
 def grade_completion(task, text):
-    """The Grade of the assistant message `text`, played in a fresh environment; an InfraError passes through."""
-    env = load_world(task["world"]).Env()
-    env.reset(task)
-    env.step({"role": "assistant", "content": text})
-    return env.grade()
+    """The Grade of the assistant message `text`, played in a fresh environment.
+
+    Raises InfraError when the world has broken down three times, Refusal when the task's prefix cannot be replayed.
+    """
+    world = load_world(task["world"])
+    for pause in (1, 2, None):  # seconds until the next attempt
+        env = world.Env()
+        try:
+            env.reset(task)
+            env.step({"role": "assistant", "content": text})
+            return env.grade()
+        except InfraError:
+            if pause is None:
+                raise
+            time.sleep(pause)
+        except ValueError as error:
+            die(f"task {task['id']}: {error}")
+
+
+def grade_or_stop(task, text):
+    """grade_completion for a stage that cannot go on without a verdict."""
+    try:
+        return grade_completion(task, text)
+    except InfraError as error:
+        die(f"task {task['id']}: its world broke down ({error}); the same command goes on from there")
 
 
 def load_hints(path, tasks, control="none", seed=0):
@@ -287,6 +354,8 @@ def load_hints(path, tasks, control="none", seed=0):
     """
     if control == "empty" or str(path) in ("", "none"):
         return {task["id"]: {"id": task["id"], "hint_id": "empty", "hint": ""} for task in tasks}
+    if not Path(path).exists():
+        die(f"there are no hints in {path} yet: run `python optimize_hints.py` first, or choose --hints none")
     rows = {row.get("id", ("kind", row.get("failure_kind"))): row for row in read_jsonl(path, ("hint",))}
     kinds = {task["id"]: task.get("failure_kind", "") for task in tasks}
     hints = {}
@@ -552,6 +621,7 @@ class Sample:
     ids: list  # as sampled, the stop token included
     logprobs: list  # nats, under the tempered distribution the ids were drawn from
     finish_reason: str  # stop | length
+    text: str = ""  # for the grader; sample_tasks fills it in
 
 
 def sample_tokens(logits, uniforms, temperature):
@@ -579,11 +649,12 @@ class HFEngine:
         self.model, self.max_batch_tokens = model, max_batch_tokens
         self.stop_ids = stop_ids(tokenizer, model)
 
-    def generate(self, prompts, seeds, max_new_tokens, temperature=1.0):
+    def generate(self, prompts, seeds, max_new_tokens, temperature=1.0, progress=lambda num_finished: None):
         """For each prompt (list of ids) a list of Samples, one for each of its seeds (ints).
 
-        A sample is fixed by its prompt and seed: up to float rounding it does not depend on its batch. Raises ValueError
-        naming the index of a prompt that is empty or does not fit the model together with max_new_tokens.
+        A sample is fixed by its prompt and seed: up to float rounding it does not depend on its batch. `progress` is told
+        how many more samples are finished. Raises ValueError naming the index of a prompt that is empty or does not fit the
+        model together with max_new_tokens.
         """
         limit = self.model.config.max_position_embeddings
         for index, ids in enumerate(prompts):
@@ -594,7 +665,7 @@ class HFEngine:
         try:
             with torch.no_grad():
                 for batch in self.batches(prompts, seeds, max_new_tokens):
-                    done = self.decode([prompts[i] for i in batch], [seeds[i] for i in batch], max_new_tokens, temperature)
+                    done = self.decode([prompts[i] for i in batch], [seeds[i] for i in batch], max_new_tokens, temperature, progress)
                     for i, of_prompt in zip(batch, done):
                         samples[i] = of_prompt
         finally:
@@ -614,7 +685,7 @@ class HFEngine:
         if batch:
             yield batch
 
-    def decode(self, prompts, seeds, max_new_tokens, temperature):
+    def decode(self, prompts, seeds, max_new_tokens, temperature, progress):
         """The Samples of one batch: P prompts, longest first, with n slots each (n = the most seeds of a prompt)."""
         device, head = self.model.device, head_weight(self.model)
         cache = SharedCache(self.model, prompts, max_new_tokens)
@@ -629,12 +700,15 @@ class HFEngine:
         ids = torch.zeros(live.numel(), max_new_tokens, dtype=torch.long, device=device)
         logprobs = torch.zeros(live.numel(), max_new_tokens, device=device)
         lengths = torch.zeros(live.numel(), dtype=torch.long, device=device)
+        unfinished = sum(map(len, seeds))
         logits = (cache.last_hidden @ head.T)[:, None].expand(-1, num, -1)  # (P, n, V)
         for step in range(max_new_tokens):
             tokens, token_logprobs = sample_tokens(logits, uniforms[..., step], temperature)  # (P, n)
             ids[index[live], step], logprobs[index[live], step], lengths[index[live]] = tokens[live], token_logprobs[live], step + 1
             live = live & ~torch.isin(tokens, stops)
-            if step + 1 == max_new_tokens or not live.any():
+            before, unfinished = unfinished, int(live.sum()) if step + 1 < max_new_tokens else 0
+            progress(before - unfinished)
+            if not unfinished:
                 break
             alive, most = live.any(1).nonzero()[:, 0], int(live.sum(1).max())
             if 2 * len(alive) * most <= live.numel():  # half of the slots can go
@@ -645,6 +719,25 @@ class HFEngine:
         ends = set(self.stop_ids)
         return [[Sample(kept := ids[i, :lengths[i]].tolist(), logprobs[i, :lengths[i]].tolist(), "stop" if kept[-1] in ends else "length")
                  for i in range(p * num, p * num + len(of_prompt))] for p, of_prompt in enumerate(seeds)]
+
+
+def sample_tasks(engine, tokenizer, tasks, prompts, seeds, max_new_tokens, temperature):
+    """engine.generate on one prompt for each task: per task a list of Samples with their text, one for each of its seeds.
+
+    Shows a bar when it takes long. Raises Refusal that names the task whose prompt does not fit the model.
+    """
+    from tqdm import tqdm
+    with tqdm(total=sum(map(len, seeds)), desc="sample", unit="rollout", leave=False, delay=2, disable=None) as bar:
+        try:
+            samples = engine.generate(prompts, seeds, max_new_tokens, temperature, progress=bar.update)
+        except ValueError as error:
+            found = re.match(r"prompt (\d+):", str(error))
+            if not found:
+                raise
+            die(f"task {tasks[int(found[1])]['id']}: {error}")
+    for sample in (sample for of_task in samples for sample in of_task):
+        sample.text = tokenizer.decode(sample.ids, skip_special_tokens=True)
+    return samples
 
 
 # Packed rows: a task's prefix once, then its completions as branches that do not see each other.

@@ -6,7 +6,7 @@ Out:  <out_dir>/eval.jsonl (id, seed, completion, reward, passed, action, finish
 1. Refuse tasks that the model was trained on, by id and by normalised text.
 2. Sample every task from its hint-free prompt, `seeds` times, in fixed batches, and grade each completion.
    A killed run starts again: a batch that lacks rows is sampled as it was and only those rows are added.
-3. An environment that breaks down is asked again; then the row has an `error`, counts as failed, and is said aloud.
+3. A world that breaks down is asked again; then the row has an `error`, counts as failed, and is said aloud.
 4. pass@1 = mean of `passed` over tasks and seeds, its interval from resampled tasks with the seeds nested inside;
    pass@k = the unbiased estimate per task, then the mean over tasks.
 5. Two conditions are compared by per-task differences; with several training seeds each one's sign is shown.
@@ -15,10 +15,7 @@ Out:  <out_dir>/eval.jsonl (id, seed, completion, reward, passed, action, finish
     python evaluate.py
     python evaluate.py --runs base=out/eval/base human=out/human-1,out/human-2 optimized=out/opt-1,out/opt-2
 """
-import hashlib
 import json
-import re
-import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,8 +23,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from common import (HFEngine, InfraError, append_jsonl, bootstrap_ci, die, grade_completion, load_model, load_tasks, opt,
-                    paired_ci, parse_config, pass_at_k, read_jsonl, render_prompt, stable_seed, start_run, write_text)
+from common import (HFEngine, InfraError, RowLog, bootstrap_ci, die, grade_completion, load_model, load_tasks, opt, paired_ci,
+                    parse_config, pass_at_k, read_jsonl, render_prompt, sample_tasks, stable_seed, start_run, write_text)
 
 
 @dataclass
@@ -60,37 +57,26 @@ def evaluate_model(engine, tokenizer, tasks, seeds, path=None, key=None, seed=0,
     rows of `path` with other values belong to another evaluation. Raises Refusal, naming the task, for a
     prompt that does not fit the model.
     """
-    key = key or {}
-    on_disk = read_jsonl(path, ("id", "seed", *key)) if path and Path(path).exists() else []
-    on_disk = latest_rows(row for row in on_disk if all(row[name] == value for name, value in key.items()))
-    rows = {place: row for place, row in on_disk.items() if "error" not in row}
-    passed = []
-    bar = tqdm(total=len(tasks) * seeds, desc="evaluate", unit="rollout", leave=None)  # gone again when it ran under another bar
+    key, rows = key or {}, []
+    log = RowLog(path, (*key, "id", "seed"), ("id", "seed", *key), finished=lambda row: "error" not in row)
+    bar = tqdm(total=len(tasks) * seeds, desc="evaluate", unit="rollout", leave=None, disable=None)  # gone when another is above it
     for start in range(0, len(tasks), batch_tasks):
         batch = tasks[start:start + batch_tasks]
-        places = [(task["id"], k) for task in batch for k in range(seeds)]
-        if any(place not in rows for place in places):
+        places = [[{**key, "id": task["id"], "seed": k} for k in range(seeds)] for task in batch]
+        if not all(log.get(place) for of_task in places for place in of_task):
             # The whole batch again: its shape changes low bits of the logits, and so now and then a sample.
             prompts = [render_prompt(tokenizer, task["messages"], task["tools"], enable_thinking=enable_thinking) for task in batch]
             streams = [[stable_seed("evaluate", seed, task["id"], k) for k in range(seeds)] for task in batch]
-            try:
-                samples = engine.generate(prompts, streams, max_new_tokens, temperature)
-            except ValueError as error:  # "prompt 3: ... do not fit the model's ..."
-                die(f"task {batch[int(re.search('[0-9]+', str(error))[0])]['id']}: {error}")
-            for task, of_task in zip(batch, samples):
-                for k, sample in enumerate(of_task):
-                    if (task["id"], k) not in rows:
-                        text = tokenizer.decode(sample.ids, skip_special_tokens=True)
-                        row = {**key, "id": task["id"], "seed": k, "completion": text, **grade_fields(task, text),
-                               "finish_reason": sample.finish_reason}
-                        if path:
-                            append_jsonl(path, row)
-                        rows[task["id"], k] = row
-        passed += [rows[place]["passed"] for place in places]
-        bar.update(len(places))
-        bar.set_postfix_str(f"pass@1 {np.mean(passed):.3f}")
+            samples = sample_tasks(engine, tokenizer, batch, prompts, streams, max_new_tokens, temperature)
+            for task, of_task, task_samples in zip(batch, places, samples):
+                for place, sample in zip(of_task, task_samples):
+                    if not log.get(place):
+                        log.add({**place, "completion": sample.text, **grade_fields(task, sample.text),
+                                 "finish_reason": sample.finish_reason})
+        rows += [log.get(place) for of_task in places for place in of_task]
+        bar.update(len(batch) * seeds)
+        bar.set_postfix_str(f"pass@1 {pass_rate(rows):.3f}")
     bar.close()
-    rows = [rows[task["id"], k] for task in tasks for k in range(seeds)]
     say_errors(rows, path or "evaluation")
     return rows
 
@@ -105,18 +91,13 @@ def latest_rows(rows):
     return latest
 
 
-def grade_fields(task, text, attempts=3):
-    """reward, passed, action of a completion; reward 0 and the error where the world broke down `attempts` times."""
-    for attempt in range(attempts):
-        time.sleep(attempt)  # seconds: at once, then after 1, then after 2
-        try:
-            grade = grade_completion(task, text)
-            return {"reward": grade.reward, "passed": grade.passed, "action": grade.action}
-        except InfraError as error:
-            message = str(error) or "InfraError"
-        except ValueError as error:  # its prefix cannot be replayed: no task at all
-            die(f"task {task['id']}: {error}")
-    return {"reward": 0.0, "passed": False, "error": message}
+def grade_fields(task, text):
+    """reward, passed and action of a completion; a reward of 0 and the error where the world broke down."""
+    try:
+        grade = grade_completion(task, text)
+    except InfraError as error:
+        return {"reward": 0.0, "passed": False, "error": str(error) or "InfraError"}
+    return {"reward": grade.reward, "passed": grade.passed, "action": grade.action}
 
 
 def say_errors(rows, where):
@@ -149,25 +130,12 @@ def evaluate_folder(model_dir, out_dir, tasks, cfg):
     if "hints" in training:  # a checkpoint of train_opsd: beside it stands what it learned from
         hints = read_jsonl(training["hints"]) if Path(training["hints"]).is_file() else []
         refuse_overlap([*load_tasks(training["tasks"], training["num_tasks"]), *hints], tasks)
-    path = start_run(out_dir, replace(cfg, model=model_dir), ignore=("base", "runs", "compare")) / "eval.jsonl"
-    weights = weights_hash(model_dir)
-    if path.exists() and any(row["weights"] != weights for row in read_jsonl(path, ("weights",))):
-        die(f"{path} has rows of other weights than {model_dir} holds now; choose another --out_dir")
+    out_dir = start_run(out_dir, replace(cfg, model=model_dir), inputs=[*cfg.tasks, model_dir], ignore=("base", "runs", "compare"))
     model, tokenizer = load_model(model_dir, cfg.device, cfg.dtype)
-    rows = evaluate_model(HFEngine(model, tokenizer), tokenizer, tasks, cfg.seeds, path, {"weights": weights}, cfg.seed,
+    rows = evaluate_model(HFEngine(model, tokenizer), tokenizer, tasks, cfg.seeds, out_dir / "eval.jsonl", None, cfg.seed,
                           cfg.temperature, cfg.max_new_tokens, cfg.batch_tasks, cfg.enable_thinking)
     cut = sum(row["finish_reason"] == "length" for row in rows)
     print(f"{out_dir}: {len(tasks)} tasks x {cfg.seeds} seeds of {model_dir}, {cut} completions cut at {cfg.max_new_tokens} tokens")
-
-
-def weights_hash(model_dir):
-    """12 hex digits that name the weight files of a folder; a hub name stands for itself."""
-    files = sorted(Path(model_dir).glob("*.safetensors"))
-    digest = hashlib.sha256()
-    for path in files:
-        with open(path, "rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()[:12] if files else str(model_dir)
 
 
 # Reading what runs left behind.

@@ -16,16 +16,14 @@ Out:  <out_dir>/kl_tokens.jsonl, one row per student rollout: id, seed, turn, is
 
     python kl_diagnostics.py --hints out/hints.jsonl
 """
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from common import (HFEngine, InfraError, append_jsonl, bootstrap_ci, die, grade_completion, head_weight, load_hints,
-                    load_model, load_tasks, opt, pack_rows, packed_hidden, parse_config, read_jsonl, render_prompt,
-                    stable_seed, start_run, torch)
+from common import (HFEngine, RowLog, bootstrap_ci, die, grade_or_stop, head_weight, load_hints, load_model, load_tasks, opt,
+                    pack_rows, packed_hidden, parse_config, render_prompt, sample_tasks, stable_seed, start_run, torch)
 
 
 @dataclass
@@ -137,10 +135,7 @@ def measure_batch(engine, tokenizer, tasks, hints, cfg):
     for role, texts in (("student", [""] * len(tasks)), ("teacher", [hints[task["id"]]["hint"] for task in tasks])):
         prompts[role] = [render_prompt(tokenizer, task["messages"], task["tools"], hint, cfg.hint_position, cfg.enable_thinking)
                          for task, hint in zip(tasks, texts)]
-        try:
-            samples[role] = engine.generate(prompts[role], streams, cfg.max_new_tokens, cfg.temperature)
-        except ValueError as error:  # "prompt 3: ... do not fit the model's ..."
-            die(f"task {tasks[int(re.search('[0-9]+', str(error))[0])]['id']}, {role}: {error}")
+        samples[role] = sample_tasks(engine, tokenizer, tasks, prompts[role], streams, cfg.max_new_tokens, cfg.temperature)
     # Both roles score the student's and the teacher's completions, although the teacher's own scores of the latter are
     # not used: rows of the same make-up give the same low bits.
     completions = [[s.ids for s in student + teacher] for student, teacher in zip(samples["student"], samples["teacher"])]
@@ -148,8 +143,7 @@ def measure_batch(engine, tokenizer, tasks, hints, cfg):
                                                 cfg.temperature) for role in ("student", "teacher"))
     measured = []
     for i, task in enumerate(tasks):
-        grades = {role: [grade(task, tokenizer.decode(s.ids, skip_special_tokens=True)) for s in samples[role][i]]
-                  for role in ("student", "teacher")}
+        grades = {role: [grade_or_stop(task, sample.text) for sample in samples[role][i]] for role in ("student", "teacher")}
         turn = sum(message["role"] == "assistant" for message in task["messages"])  # index of the sampled turn in its episode
         token_rows = [{"id": task["id"], "hint_id": hints[task["id"]]["hint_id"], "seed": k, "turn": turn,
                        "is_error_turn": not grades["student"][k].passed, "token_ids": samples["student"][i][k].ids,
@@ -167,16 +161,6 @@ def measure_batch(engine, tokenizer, tasks, hints, cfg):
                    "teacher_depths": depths, "teacher_lengths": [len(logprobs) for logprobs in teacher_tokens]}
         measured.append((token_rows, {name: value for name, value in summary.items() if value is not None}))
     return measured
-
-
-def grade(task, text):
-    """The Grade of a completion; ends the stage where the world breaks down, for the next start goes on from there."""
-    try:
-        return grade_completion(task, text)
-    except InfraError as error:
-        die(f"task {task['id']}: its world broke down ({error}); run the same command again to go on")
-    except ValueError as error:  # its prefix cannot be replayed: no task at all
-        die(f"task {task['id']}: {error}")
 
 
 def print_summary(summaries, token_rows, cfg):
@@ -208,33 +192,22 @@ def main(cfg):
     if without:
         print(f"{without} of {len(tasks)} tasks have no hint and are left out")
     tasks = [task for task in tasks if task["id"] in hints] or die(f"{cfg.hints} has a hint for none of the tasks")
-    out_dir = start_run(cfg.out_dir, cfg)
-    tokens_path, summary_path = out_dir / "kl_tokens.jsonl", out_dir / "kl_summary.jsonl"
-    on_disk = {path: read_jsonl(path) if path.exists() else [] for path in (tokens_path, summary_path)}
-    token_rows = {(row["id"], row["seed"]): row for row in on_disk[tokens_path]}
-    summaries = {row["id"]: row for row in on_disk[summary_path]}
-    for row in summaries.values():
-        if row["hint"] != hints[row["id"]]["hint"]:
-            die(f"{summary_path} was measured with another hint for task {row['id']}; choose another --out_dir")
-
+    out_dir = start_run(cfg.out_dir, cfg, inputs=[*cfg.tasks, cfg.hints, cfg.model])
+    token_rows, summaries = RowLog(out_dir / "kl_tokens.jsonl", ("id", "seed")), RowLog(out_dir / "kl_summary.jsonl", ("id",))
     model, tokenizer = load_model(cfg.model, cfg.device, cfg.dtype)
     engine = HFEngine(model, tokenizer)
-    bar = tqdm(total=len(tasks), desc="diagnose", unit="task")
+    bar = tqdm(total=len(tasks), desc="diagnose", unit="task", disable=None)
     for start in range(0, len(tasks), cfg.batch_tasks):
         batch = tasks[start:start + cfg.batch_tasks]
-        if any(task["id"] not in summaries for task in batch):  # a batch that a kill cut is done again as it was
+        if not all(map(summaries.get, batch)):  # a batch that a kill cut is done again as it was
             for rows, summary in measure_batch(engine, tokenizer, batch, hints, cfg):
                 for row in rows:
-                    if (row["id"], row["seed"]) not in token_rows:
-                        append_jsonl(tokens_path, row)
-                        token_rows[row["id"], row["seed"]] = row
-                if summary["id"] not in summaries:
-                    append_jsonl(summary_path, summary)
-                    summaries[summary["id"]] = summary
+                    token_rows.add(row)
+                summaries.add(summary)
         bar.update(len(batch))
-        bar.set_postfix_str(f"D {np.mean([row['d'] for row in summaries.values()]):.3f}")
+        bar.set_postfix_str(f"D {np.mean([row['d'] for row in summaries.rows.values()]):.3f}")
     bar.close()
-    print_summary(list(summaries.values()), list(token_rows.values()), cfg)
+    print_summary(list(summaries.rows.values()), list(token_rows.rows.values()), cfg)
 
 
 if __name__ == "__main__":

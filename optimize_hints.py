@@ -22,16 +22,18 @@ import json
 import os
 import random
 import re
+import time
 import unicodedata
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from statistics import mean
-from time import perf_counter, sleep, time
 
-from common import (HFEngine, InfraError, append_jsonl, die, grade_completion, load_hints, load_model, load_tasks, load_world,
-                    opt, parse_config, parse_tool_calls, read_jsonl, render_prompt, stable_seed, start_run, write_text)
+from tqdm import tqdm
+
+from common import (HFEngine, InfraError, RowLog, die, grade_completion, load_hints, load_model, load_tasks, load_world, opt,
+                    parse_config, parse_tool_calls, read_jsonl, render_prompt, sample_tasks, stable_seed, start_run, write_text)
 
 
 @dataclass
@@ -239,7 +241,7 @@ def retry_after(error):
     """Seconds that the server asks to wait, given as a number or as a date; 0 where it says nothing."""
     value = error.response.headers.get("retry-after", "") if hasattr(error, "response") else ""
     try:
-        return float(value) if value[:1].isdigit() else parsedate_to_datetime(value).timestamp() - time()
+        return float(value) if value[:1].isdigit() else parsedate_to_datetime(value).timestamp() - time.time()
     except ValueError:
         return 0.0
 
@@ -285,7 +287,7 @@ class OpenAIWriter:
                 if 400 <= status < 500 and status not in (408, 409, 429):
                     die(f"writer: bad request: {reason}")
             if attempt < self.cfg.max_retries:
-                sleep(max(pause, 2 ** attempt * (1 + random.random())))  # the server's wish is a lower bound
+                time.sleep(max(pause, 2 ** attempt * (1 + random.random())))  # the server's wish is a lower bound
         die(f"writer: {self.client.base_url}: {reason} after {attempt + 1} attempts")
 
 
@@ -430,74 +432,39 @@ def make_hint_id(task_id, hint):
     return f"{stable_seed(task_id, hint):016x}"
 
 
-class TrialLog:
-    """hint_trials.jsonl. A row that is on disk already is returned instead of being written again."""
-
-    def __init__(self, path):
-        self.path, self.rows = path, {}
-        for row in read_jsonl(path, ("id", "hint_id", "hint", "phase")) if path.exists() else []:
-            if row["hint_id"] != make_hint_id(row["id"], row["hint"]):
-                die(f"{path}: hint_id {row['hint_id']!r} does not belong to its task and hint")
-            if "reward" in row or "rejected" in row:  # only what was finished counts
-                self.rows[self.key(row)] = row
-
-    def key(self, row):
-        return tuple(row.get(field) for field in ("id", "hint_id", "phase", "round", "seed"))
-
-    def get(self, row):
-        return self.rows.get(self.key(row))
-
-    def add(self, row):
-        if self.key(row) not in self.rows:
-            append_jsonl(self.path, row)
-            self.rows[self.key(row)] = row
-        return self.get(row)
-
-
-def grade(task, text, tries=3):
-    """The world's Grade, or None where the world broke down `tries` times: no verdict is not a reward of 0."""
-    for attempt in range(tries):
-        try:
-            return grade_completion(task, text)
-        except InfraError as error:
-            print(f"task {task['id']}: the world broke down ({error})")
-            sleep(attempt)
-        except ValueError as error:  # a prefix that cannot be replayed
-            die(f"task {task['id']}: {error}")
-
-
 def roll_out(cfg, requests, tasks, engine, tokenizer, log):
     """The graded trials of each request (row without results, seeds), from one batch; None where the world gave no verdict."""
     wanted = [[{**row, "seed": seed} for seed in seeds] for row, seeds in requests]
     if not all(log.get(row) for rows in wanted for row in rows):
         # A batch that was cut is generated whole: its shape changes low bits, and so a few samples.
-        prompts = [render_prompt(tokenizer, tasks[row["id"]]["messages"], tasks[row["id"]]["tools"], row["hint"],
-                                 cfg.hint_position, cfg.enable_thinking) for row, _ in requests]
-        try:
-            batch = engine.generate(prompts, [seeds for _, seeds in requests], cfg.max_new_tokens, cfg.temperature)
-        except ValueError as error:  # "prompt 17: ..." does not fit the model
-            die(f"task {requests[int(re.search(r'[0-9]+', str(error))[0])][0]['id']}: {error}")
-        for rows, samples in zip(wanted, batch):
-            for row, sample in zip(rows, samples):
+        batch = [tasks[row["id"]] for row, _ in requests]
+        prompts = [render_prompt(tokenizer, task["messages"], task["tools"], row["hint"], cfg.hint_position, cfg.enable_thinking)
+                   for task, (row, _) in zip(batch, requests)]
+        samples = sample_tasks(engine, tokenizer, batch, prompts, [seeds for _, seeds in requests], cfg.max_new_tokens,
+                               cfg.temperature)
+        for task, rows, of_task in zip(batch, wanted, samples):
+            for row, sample in zip(rows, of_task):
                 if log.get(row):
                     continue
-                completion = tokenizer.decode(sample.ids, skip_special_tokens=True)
-                if verdict := grade(tasks[row["id"]], completion):
-                    log.add({**row, "completion": completion, "reward": verdict.reward, "action": verdict.action,
-                             "feedback": verdict.feedback, "num_tokens": len(sample.ids)})
+                try:
+                    grade = grade_completion(task, sample.text)
+                except InfraError as error:
+                    tqdm.write(f"task {task['id']}: the world broke down ({error})")
+                    continue
+                log.add({**row, "completion": sample.text, "reward": grade.reward, "action": grade.action,
+                         "feedback": grade.feedback, "num_tokens": len(sample.ids)})
     return [[log.get(row) for row in rows] if all(map(log.get, rows)) else None for rows in wanted]
 
 
-def write_hints(cfg, writer, views, round_index, calls, path):
-    """Adds one writer call per view to `calls`. Each is on disk once it is answered; those on disk are not repeated."""
+def write_hints(cfg, writer, views, round_index, calls):
+    """Adds one writer call per view to the log `calls`. Each is on disk once it is answered; those on disk are not repeated."""
     def write(view):
         row = writer.write(view, round_index)
         if row is not None:
-            calls[view["id"], round_index] = row = {"id": view["id"], "round": round_index, **row}
-            append_jsonl(path, row)
+            calls.add({"id": view["id"], "round": round_index, **row})
 
     with ThreadPoolExecutor(cfg.concurrency) as pool:
-        futures = [pool.submit(write, view) for view in views if (view["id"], round_index) not in calls]
+        futures = [pool.submit(write, view) for view in views if not calls.get({"id": view["id"], "round": round_index})]
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
         finally:  # after a failure or Ctrl-C nothing new is asked; answers under way still reach the disk
@@ -517,45 +484,42 @@ def write_jsonl(path, rows):
 def search(cfg, tasks, engine, tokenizer):
     """Finds a hint for every task. Returns the rows of hints.jsonl, {task id: its search trials} and the writer's calls.
 
-    Everything in cfg.out_dir counts as done, so running it again with the same cfg resumes. In hints.jsonl
-    hint_reward is the mean over the chosen hint's search rollouts; num_rollouts and rounds are what the
-    whole search of the task took. A task without a tested hint has no row.
+    Everything in cfg.out_dir counts as done, so running it again with the same cfg resumes. A task without a tested hint has
+    no row.
     """
-    from tqdm import tqdm
-    out_dir = Path(cfg.out_dir)
-    log, calls_path = TrialLog(out_dir / "hint_trials.jsonl"), out_dir / "writer_calls.jsonl"
-    rows = read_jsonl(calls_path, ("id", "round", "hint")) if calls_path.exists() else []
-    calls = {(row["id"], row["round"]): row for row in rows}
-    views = {task["id"]: {key: task[key] for key in VISIBLE if key in task} | {"trials": []} for task in tasks}
-    tasks = {task["id"]: task for task in tasks}
+    out_dir, tasks = Path(cfg.out_dir), {task["id"]: task for task in tasks}
+    log = RowLog(out_dir / "hint_trials.jsonl", ("id", "hint_id", "phase", "round", "seed"), ("id", "hint_id", "hint", "phase"),
+                 finished=lambda row: "reward" in row or "rejected" in row)
+    calls = RowLog(out_dir / "writer_calls.jsonl", ("id", "round"), ("id", "round", "hint"))
+    views = {task_id: {key: task[key] for key in VISIBLE if key in task} | {"trials": []} for task_id, task in tasks.items()}
     writer = WRITERS[cfg.writer](cfg, list(views.values()))
     strategies = {task_id: SEARCHES[cfg.search](cfg) for task_id in tasks}
     closed, void = set(), set()  # the writer has nothing left; the world broke down
 
-    def request(row, num):
-        """(row, seeds) for the next `num` rollouts of the row's hint: the seeds go on where its trials end."""
-        start = sum(trial["hint_id"] == row["hint_id"] and "seed" in trial for trial in views[row["id"]]["trials"])
-        return row, [stable_seed("search", cfg.seed, row["id"], row["hint_id"], k) for k in range(start, start + num)]
+    def request(task_id, hint, round_index, num):
+        """(row, seeds) for the next `num` rollouts of a hint: the seeds go on where its trials end."""
+        hint_id = make_hint_id(task_id, hint)
+        start = sum(trial["hint_id"] == hint_id and "seed" in trial for trial in views[task_id]["trials"])
+        row = {"id": task_id, "hint_id": hint_id, "round": round_index, "hint": hint, "phase": "search"}
+        return row, [stable_seed("search", cfg.seed, task_id, hint_id, k) for k in range(start, start + num)]
 
-    for round_index in (bar := tqdm(range(cfg.max_rounds), desc="rounds")):
+    for round_index in (bar := tqdm(range(cfg.max_rounds), desc="rounds", disable=None)):
         active = [task_id for task_id in tasks if not (strategies[task_id].done or task_id in closed | void)]
         if not active:
             break
-        write_hints(cfg, writer, [views[task_id] for task_id in active], round_index, calls, calls_path)
+        write_hints(cfg, writer, [views[task_id] for task_id in active], round_index, calls)
         requests = []
         for task_id in active:
-            view, call = views[task_id], calls.get((task_id, round_index))
+            call, trials = calls.get({"id": task_id, "round": round_index}), views[task_id]["trials"]
             if call is None:
                 closed.add(task_id)
                 continue
-            row = {"id": task_id, "hint_id": make_hint_id(task_id, call["hint"]), "round": round_index, "hint": call["hint"],
-                   "phase": "search"}
-            earlier = [trial["hint"] for trial in view["trials"]]
-            reason = leak_check(call["hint"], view, earlier, call.get("finish_reason", "stop"))
+            row, seeds = request(task_id, call["hint"], round_index, strategies[task_id].ask()[1])
+            reason = leak_check(call["hint"], views[task_id], [trial["hint"] for trial in trials], call.get("finish_reason", "stop"))
             if reason:
-                view["trials"].append(log.add(row | {"rejected": reason}))
+                trials.append(log.add(row | {"rejected": reason}))
             else:
-                requests.append(request(row, strategies[task_id].ask()[1]))
+                requests.append((row, seeds))
         while requests:  # the new hints, then those that their strategy wants to see again
             results, requests = zip(requests, roll_out(cfg, requests, tasks, engine, tokenizer, log)), []
             for (row, _), trials in results:
@@ -567,34 +531,48 @@ def search(cfg, tasks, engine, tokenizer):
                 strategy.tell(row["hint"], trials)
                 hint, num = strategy.ask()
                 if hint is not None and not strategy.done:
-                    requests.append(request(row | {"hint": hint, "hint_id": make_hint_id(row["id"], hint)}, num))
-        bar.set_postfix(passed=f"{sum(s.passed for s in strategies.values())}/{len(tasks)}")
+                    requests.append(request(row["id"], hint, round_index, num))
+        bar.set_postfix_str(f"passed {mean(strategy.passed for strategy in strategies.values()):.0%}")
 
-    # Luck favoured the chosen hints; fresh seeds do not know them. The empty hint gets the very same seeds.
-    best = {task_id: s.best() for task_id, s in strategies.items() if s.best() is not None and task_id not in void}
-    seeds = {task_id: [stable_seed("fresh", cfg.seed, task_id, k) for k in range(cfg.fresh)] for task_id in best}
-    fresh = [({"id": task_id, "hint_id": make_hint_id(task_id, hint), "hint": hint, "phase": "fresh"}, seeds[task_id])
-             for task_id in best for hint in (best[task_id], "")]
-    measured = roll_out(cfg, fresh, tasks, engine, tokenizer, log)
+    chosen = {task_id: strategy.best() for task_id, strategy in strategies.items() if task_id not in void}
+    chosen = {task_id: hint for task_id, hint in chosen.items() if hint is not None}
     hints = []
-    for task_id, hinted, empty in zip(best, measured[::2], measured[1::2]):
-        if hinted is None or empty is None:
+    for task_id, rewards in measure_fresh(cfg, chosen, tasks, engine, tokenizer, log).items():
+        if rewards is None:
             void.add(task_id)
-            continue
-        trials, hint_id = views[task_id]["trials"], make_hint_id(task_id, best[task_id])
-        rewards = [trial["reward"] for trial in trials if trial["hint_id"] == hint_id and "reward" in trial]
-        hints.append({"id": task_id, "hint_id": hint_id, "hint": best[task_id], "writer": cfg.writer,
-                      **({"hint_reward": mean(rewards)} if rewards else {}),
-                      "fresh_reward": mean(trial["reward"] for trial in hinted),
-                      "empty_reward": mean(trial["reward"] for trial in empty),
-                      "num_rollouts": sum("reward" in trial for trial in trials),
-                      "rounds": len({trial["round"] for trial in trials}), "passed": strategies[task_id].passed})
-    calls = sorted(calls.values(), key=lambda row: (row["round"], row["id"]))  # they arrived in any order
-    write_jsonl(calls_path, calls)
+        else:
+            hints.append(hint_row(cfg, task_id, chosen[task_id], views[task_id]["trials"], rewards, strategies[task_id].passed))
+    calls = sorted(calls.rows.values(), key=lambda row: (row["round"], row["id"]))  # they arrived in any order
+    write_jsonl(out_dir / "writer_calls.jsonl", calls)
     write_jsonl(out_dir / "hints.jsonl", hints)
     if void:
-        print(f"{len(void)} tasks are left out because their world broke down: {', '.join(sorted(void)[:5])}; run again to retry them")
+        print(f"{len(void)} tasks are left out because their world broke down: {', '.join(sorted(void)[:5])}; run again to retry "
+              "them")
     return hints, {task_id: view["trials"] for task_id, view in views.items()}, calls
+
+
+def measure_fresh(cfg, chosen, tasks, engine, tokenizer, log):
+    """{task id: (fresh_reward, empty_reward)} of the chosen hints {task id: hint}, None where the world gave no verdict.
+
+    Luck favoured the chosen hints; fresh seeds do not know them. The empty hint gets the very same seeds.
+    """
+    requests = []
+    for task_id, hint in chosen.items():
+        seeds = [stable_seed("fresh", cfg.seed, task_id, k) for k in range(cfg.fresh)]
+        requests += [({"id": task_id, "hint_id": make_hint_id(task_id, text), "hint": text, "phase": "fresh"}, seeds)
+                     for text in (hint, "")]
+    means = [trials and mean(trial["reward"] for trial in trials) for trials in roll_out(cfg, requests, tasks, engine, tokenizer, log)]
+    return {task_id: None if None in pair else pair for task_id, pair in zip(chosen, zip(means[::2], means[1::2]))}
+
+
+def hint_row(cfg, task_id, hint, trials, fresh_rewards, passed):
+    """A row of hints.jsonl. hint_reward is the mean over the hint's search rollouts; num_rollouts and rounds are the whole search's."""
+    hint_id = make_hint_id(task_id, hint)
+    rewards = [trial["reward"] for trial in trials if trial["hint_id"] == hint_id and "reward" in trial]
+    searched = {"hint_reward": mean(rewards)} if rewards else {}
+    return {"id": task_id, "hint_id": hint_id, "hint": hint, "writer": cfg.writer, **searched, "fresh_reward": fresh_rewards[0],
+            "empty_reward": fresh_rewards[1], "num_rollouts": sum("reward" in trial for trial in trials),
+            "rounds": len({trial["round"] for trial in trials}), "passed": passed}
 
 
 def cost(cfg, calls):
@@ -608,7 +586,7 @@ def cost(cfg, calls):
 
 
 def main(cfg):
-    started = perf_counter()
+    started = time.time()
     for writer, field in (("file", "hints_file"), ("openai", "writer_model")):
         if (cfg.writer == writer) != bool(getattr(cfg, field)):
             die(f"--writer {writer} and --{field} go together")
@@ -619,7 +597,7 @@ def main(cfg):
     tasks = load_tasks(cfg.tasks, cfg.num_tasks)
     if not tasks:
         die(f"no tasks in {', '.join(cfg.tasks)}")
-    start_run(cfg.out_dir, cfg, ignore=FREE_FIELDS)
+    start_run(cfg.out_dir, cfg, inputs=[*cfg.tasks, cfg.hints_file, cfg.model], ignore=FREE_FIELDS)
     model, tokenizer = load_model(cfg.model, cfg.device, cfg.dtype)
     hints, trials, calls = search(cfg, tasks, HFEngine(model, tokenizer), tokenizer)
 
@@ -633,7 +611,7 @@ def main(cfg):
     tested = [trial["hint_id"] for trial in tried if "reward" in trial]
     print(f"search: {len(tested)} rollouts, {len(set(tested))} hints tested, {len(tried) - len(tested)} rejected")
     print(f"writer {cfg.writer}: {len(calls)} calls, {tokens_in} + {tokens_out} tokens, USD {usd}")
-    print(f"{perf_counter() - started:.0f} seconds -> {cfg.out_dir}/hints.jsonl")
+    print(f"{time.time() - started:.0f} seconds -> {cfg.out_dir}/hints.jsonl")
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common import (HFEngine, append_jsonl, die, grade_completion, head_weight, load_hints, load_model, load_tasks, new_folder,
-                    opt, pack_rows, packed_hidden, parse_config, read_jsonl, render_prompt, stable_seed, start_run, torch,
+from common import (HFEngine, append_jsonl, die, grade_or_stop, head_weight, load_hints, load_model, load_tasks, new_folder, opt,
+                    pack_rows, packed_hidden, parse_config, read_jsonl, render_prompt, sample_tasks, stable_seed, start_run, torch,
                     write_text)
 from evaluate import evaluate_model, refuse_overlap
 
@@ -343,27 +343,37 @@ def chunked_kl(hidden_s, weight_s, hidden_t, weight_t, chunk=256, divergence="re
 
 @dataclass
 class Rollout:
-    """One completion: its task, the seed and Sample it came from, its text and Grade."""
+    """One completion: its task, the seed and the Sample it came from, its Grade."""
     task: dict
     seed: int
     sample: object
-    text: str
     grade: object
 
+    def row(self, step, hint_id, reverse_kl):
+        """What rollouts.jsonl keeps; reverse_kl is the mean over the rollout's tokens, turn the number of turns before this one."""
+        turn = sum(message["role"] == "assistant" for message in self.task["messages"])
+        return {"step": step, "id": self.task["id"], "hint_id": hint_id, "turn": turn, "seed": self.seed, "weight_version": step - 1,
+                "completion": self.sample.text, "completion_ids": self.sample.ids, "logprobs": self.sample.logprobs,
+                "reward": self.grade.reward, "finish_reason": self.sample.finish_reason, "reverse_kl": reverse_kl}
 
-def grade_rollout(tokenizer, task, seed, sample):
-    """The text is for the grader only: training goes on with the sampled ids."""
-    text = tokenizer.decode(sample.ids, skip_special_tokens=True)
-    return Rollout(task, seed, sample, text, grade_completion(task, text))
+
+def sample_rollouts(engine, tokenizer, tasks, prompts, cfg, position):
+    """The graded rollouts of the student on `tasks`: a list per task. `position` counts the tasks trained on before them.
+
+    The text is for the grader only: training goes on with the sampled ids.
+    """
+    seeds = [[stable_seed("rollout", cfg.seed, position + i, k) for k in range(cfg.rollouts_per_task)] for i in range(len(tasks))]
+    samples = sample_tasks(engine, tokenizer, tasks, [prompts[task["id"]][0] for task in tasks], seeds, cfg.max_new_tokens,
+                           cfg.temperature)
+    return [[Rollout(task, seed, sample, grade_or_stop(task, sample.text)) for seed, sample in zip(task_seeds, task_samples)]
+            for task, task_seeds, task_samples in zip(tasks, seeds, samples)]
 
 
-def rollout_row(step, rollout, hints, reverse_kl):
-    """The rollouts.jsonl row; reverse_kl is the mean over the rollout's tokens, turn the number of turns before this one."""
-    task, sample = rollout.task, rollout.sample
-    return {"step": step, "id": task["id"], "hint_id": hints[task["id"]]["hint_id"],
-            "turn": sum(message["role"] == "assistant" for message in task["messages"]), "seed": rollout.seed,
-            "weight_version": step - 1, "completion": rollout.text, "completion_ids": sample.ids, "logprobs": sample.logprobs,
-            "reward": rollout.grade.reward, "finish_reason": sample.finish_reason, "reverse_kl": reverse_kl}
+def rollout_metrics(rollouts, rewards):
+    """What metrics.jsonl says of a step's rollouts; rewards (tasks, rollouts per task). Silent groups have equal rewards: no GRPO."""
+    return {"reward_mean": float(rewards.mean()), "pass_rate": sum(rollout.grade.passed for rollout in rollouts) / len(rollouts),
+            "truncated_frac": sum(rollout.sample.finish_reason == "length" for rollout in rollouts) / len(rollouts),
+            "silent_groups_frac": float((rewards.std(-1, correction=0) < 1e-8).float().mean())}
 
 
 def report(out_dir):
@@ -394,7 +404,7 @@ def main(cfg):
     refuse_overlap(tasks, eval_tasks)
     hints = load_hints(cfg.hints, tasks, cfg.control, cfg.seed)
     trained = select_tasks(tasks, hints, cfg)
-    out_dir = start_run(cfg.out_dir, cfg)
+    out_dir = start_run(cfg.out_dir, cfg, inputs=[*cfg.tasks, *cfg.eval_tasks, cfg.hints, cfg.model])
     resumed, done = latest_checkpoint(out_dir, cfg.steps)
     if done == cfg.steps:
         return report(out_dir)
@@ -411,7 +421,7 @@ def main(cfg):
     prompts = render_prompts(tokenizer, trained, hints, cfg, model.config.max_position_embeddings)
     pass_rates = [row["pass_rate"] for row in read_jsonl(out_dir / "metrics.jsonl")] if resumed else []
     print(f"{len(trained)} of {len(tasks)} tasks to train on, {len(eval_tasks)} held out, {done} of {cfg.steps} steps done")
-    bar = tqdm(total=cfg.steps, initial=done, desc="train", unit="step")
+    bar = tqdm(total=cfg.steps, initial=done, desc="train", unit="step", disable=None)
 
     def evaluate(step):
         evaluate_model(engine, tokenizer, eval_tasks, cfg.eval_seeds, out_dir / "eval.jsonl", {"step": step}, cfg.seed,
@@ -424,17 +434,14 @@ def main(cfg):
         clock = [time.time()]
         position = (step - 1) * cfg.tasks_per_step
         batch = [trained[i] for i in task_order(len(trained), cfg.seed, position, cfg.tasks_per_step)]
-        seeds = [[stable_seed("rollout", cfg.seed, position + i, k) for k in range(cfg.rollouts_per_task)]
-                 for i in range(len(batch))]
-        groups = engine.generate([prompts[task["id"]][0] for task in batch], seeds, cfg.max_new_tokens, cfg.temperature)
-        rollouts = [grade_rollout(tokenizer, task, seed, sample) for task, task_seeds, group in zip(batch, seeds, groups)
-                    for seed, sample in zip(task_seeds, group)]
-        rewards = torch.tensor([rollout.grade.reward for rollout in rollouts]).view(len(batch), -1)  # (tasks, per task)
+        groups = sample_rollouts(engine, tokenizer, batch, prompts, cfg, position)
+        rewards = torch.tensor([[rollout.grade.reward for rollout in group] for group in groups])  # (tasks, per task)
         clock.append(time.time())
 
         # Pack twice. Every (T,) tensor from here on lists the completion tokens in one order: task, rollout, token.
-        student_rows, teacher_rows = (pack_rows([(prompts[task["id"]][role], [sample.ids for sample in group])
+        student_rows, teacher_rows = (pack_rows([(prompts[task["id"]][role], [rollout.sample.ids for rollout in group])
                                                  for task, group in zip(batch, groups)], cfg.row_tokens) for role in (0, 1))
+        rollouts = [rollout for group in groups for rollout in group]
         lengths = [len(rollout.sample.ids) for rollout in rollouts]
         num_tokens = sum(lengths)  # T
         targets = torch.cat([row.targets for row in student_rows]).to(cfg.device)
@@ -467,21 +474,18 @@ def main(cfg):
         clock.append(time.time())
 
         # Records, held-out evaluation, checkpoint: in this order, so that a checkpoint vouches for all rows up to its step.
-        metrics = {"step": step, "loss": loss, "reverse_kl": float(kl.mean()), "reward_mean": float(rewards.mean()),
-                   "pass_rate": sum(rollout.grade.passed for rollout in rollouts) / len(rollouts), "num_tokens": num_tokens,
-                   "truncated_frac": sum(rollout.sample.finish_reason == "length" for rollout in rollouts) / len(rollouts),
-                   "grad_norm": float(grad_norm), "lr": lr_at(step, cfg),
+        metrics = {"step": step, "loss": loss, "reverse_kl": float(kl.mean()), "num_tokens": num_tokens,
+                   "grad_norm": float(grad_norm), "lr": lr_at(step, cfg), **rollout_metrics(rollouts, rewards),
                    "logprob_gap": float((logprobs - sampler_logprobs).abs().mean())}  # trainer against sampler, nats
         if cfg.loss == "policy_gradient":
             ratio = (logprobs - sampler_logprobs).exp()
-            metrics |= {"grpo_weight": weight, "ratio_mean": float(ratio.mean()),
-                        "ratio_clipped_frac": float((ratio > 2).float().mean()),
-                        "silent_groups_frac": float((rewards.std(-1, correction=0) < 1e-8).float().mean())}
+            metrics |= {"grpo_weight": weight, "ratio_mean": float(ratio.mean()), "ratio_clipped_frac": float((ratio > 2).float().mean())}
         metrics |= {f"seconds_{name}": b - a for name, a, b in zip(("sample", "teacher", "student"), clock, clock[1:])}
         append_jsonl(out_dir / "metrics.jsonl", metrics)
         pass_rates.append(metrics["pass_rate"])
         for rollout, of_rollout in zip(rollouts, kl.split(lengths)):
-            append_jsonl(out_dir / "rollouts.jsonl", rollout_row(step, rollout, hints, float(of_rollout.mean())))
+            hint_id = hints[rollout.task["id"]]["hint_id"]
+            append_jsonl(out_dir / "rollouts.jsonl", rollout.row(step, hint_id, float(of_rollout.mean())))
         bar.update()
         bar.set_postfix_str(f"reverse KL {metrics['reverse_kl']:.3f}, training pass rate {metrics['pass_rate']:.2f}")
         if step % cfg.eval_every == 0 or step == cfg.steps:

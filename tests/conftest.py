@@ -2,6 +2,7 @@
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch loads: threads that wait leave their core to others
@@ -13,6 +14,24 @@ import pytest  # noqa: E402
 from common import load_world, read_jsonl  # noqa: E402
 
 TEMPLATE = HERE.parent / "data/toolworld/base/chat_template.jinja"
+
+
+class LetterTokenizer:
+    """One id per character, no template."""
+
+    def apply_chat_template(self, messages, **options):
+        return {"input_ids": [ord(letter) for message in messages for letter in message["content"]]}
+
+    def decode(self, ids, skip_special_tokens):
+        return "".join(map(chr, ids))
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """What time.sleep was asked for; nobody waits."""
+    waits = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    return waits
 
 
 @pytest.fixture(scope="session")

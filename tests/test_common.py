@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import common
-from common import (Grade, InfraError, Refusal, append_jsonl, bootstrap_ci, calls_match, grade_completion, load_hints, load_tasks, load_world, new_folder,
+from common import (Grade, InfraError, Refusal, RowLog, append_jsonl, bootstrap_ci, calls_match, grade_completion, load_hints, load_tasks, load_world, new_folder,
                     opt, paired_ci, parse_config, parse_tool_calls, pass_at_k, place_hint, read_jsonl, render_prompt, reverse_kl, sample_tokens, spearman,
                     stable_seed, start_run, stop_ids, torch, write_text)
 
@@ -112,6 +112,35 @@ def test_a_run_folder_belongs_to_one_config(tmp_path):
     with pytest.raises(SystemExit, match=r"lr \(0.001 there, 0.1 now\), steps \(5 there, 6 now\)"):
         start_run(moved, replace(cfg, lr=0.1, steps=6))
     assert start_run(moved, replace(cfg, steps=6), ignore=["steps"]) == moved
+
+
+def test_a_run_whose_inputs_changed_is_refused(tmp_path):
+    cfg, tasks, model = Config(out_dir=str(tmp_path / "run")), tmp_path / "tasks.jsonl", tmp_path / "model"
+    model.mkdir()
+    tasks.write_text("{}\n"), (model / "model.safetensors").write_bytes(b"1"), (model / "log.txt").write_text("1")
+    inputs = [tasks, model, "none", ""]
+    start_run(cfg.out_dir, cfg, inputs)
+    (model / "log.txt").write_text("2")  # nothing that the model says
+    start_run(cfg.out_dir, cfg, inputs)
+    for path in (tasks, model / "model.safetensors"):
+        before = path.read_bytes()
+        path.write_bytes(b"2")
+        with pytest.raises(SystemExit, match=f"{tasks if path == tasks else model} has changed since the run in .*run began"):
+            start_run(cfg.out_dir, cfg, inputs)
+        path.write_bytes(before)
+    start_run(cfg.out_dir, cfg, inputs)
+
+
+def test_a_row_log_keeps_what_is_finished(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    for row in ({"id": 1, "x": 1}, {"id": 2, "error": "gone"}, {"id": 1, "x": 2}):
+        append_jsonl(path, row)
+    log = RowLog(path, ("id",), finished=lambda row: "error" not in row)
+    assert log.get({"id": 1, "y": 0}) == log.add({"id": 1, "x": 3}) == {"id": 1, "x": 2} and log.get({"id": 2}) is None
+    log.add({"id": 2, "x": 4})
+    assert read_jsonl(path)[3:] == [{"id": 2, "x": 4}] == [log.get({"id": 2})]
+    in_memory = RowLog(None, ("id",))
+    assert in_memory.add({"id": 1}) is in_memory.get({"id": 1})
 
 
 def test_named_random_streams():
@@ -230,7 +259,7 @@ def test_a_subset_is_balanced_over_kinds(tmp_path):
         load_tasks([path])
 
 
-def test_a_world_is_a_folder_with_an_env(tiny_tasks, tmp_path):
+def test_a_world_is_a_folder_with_an_env(tiny_tasks, tmp_path, waits):
     tasks = {task["id"]: task for task in load_tasks([tiny_tasks])}
     assert load_world(tasks["tool0"]["world"]) is load_world(tasks["chat0"]["world"])
     with pytest.raises(SystemExit, match="world 'nowhere'"):
@@ -246,6 +275,11 @@ def test_a_world_is_a_folder_with_an_env(tiny_tasks, tmp_path):
     (tmp_path / "env.py").write_text("from common import InfraError\nclass Env:\n    def reset(self, task): raise InfraError('down')\n")
     with pytest.raises(InfraError):
         grade_completion({"world": str(tmp_path)}, "")
+    assert waits == [1, 2]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/env.py").write_text("class Env:\n    def reset(self, task): raise ValueError('another observation')\n")
+    with pytest.raises(SystemExit, match="task t1: another observation"):
+        grade_completion({"id": "t1", "world": str(tmp_path / "other")}, "")
 
 
 def test_hints_by_task_and_by_kind_and_the_two_controls(tmp_path):
@@ -265,6 +299,8 @@ def test_hints_by_task_and_by_kind_and_the_two_controls(tmp_path):
         assert shuffled.keys() == hints.keys() and all(row["id"] == task_id for task_id, row in shuffled.items())
         assert all((row["hint"] == "of b") != (kinds[task_id] == "b") for task_id, row in shuffled.items())
     assert draws[0] == load_hints(path, tasks, "shuffled", 0) and {draw["t2"]["hint"] for draw in draws} == {"of t0", "of a"}
+    with pytest.raises(SystemExit, match="run `python optimize_hints.py` first"):
+        load_hints(tmp_path / "none.jsonl", tasks)
     with pytest.raises(SystemExit, match="two failure kinds"):
         load_hints(path, tasks[:2], "shuffled")
 

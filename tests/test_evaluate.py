@@ -12,6 +12,7 @@ import pytest
 
 import evaluate
 from common import HFEngine, Sample, append_jsonl, bootstrap_ci, load_model, parse_config, read_jsonl, torch
+from conftest import LetterTokenizer
 from evaluate import (Config, Run, difference, evaluate_model, latest_rows, main, pass_at_ks, pass_rate, read_conditions, read_run,
                       refuse_overlap, teacher_reward)
 
@@ -31,31 +32,20 @@ class Env:
 """
 
 
-class Letters:
-    """A tokenizer of one id per character."""
-
-    def apply_chat_template(self, messages, **options):
-        return {"input_ids": [ord(c) for c in messages[-1]["content"]]}
-
-    def decode(self, ids, skip_special_tokens):
-        return "".join(map(chr, ids))
-
-
 class Scripted:
     """An engine whose answer to a prompt and seed is fixed: the prompt's last character, or "?" for odd seeds."""
 
     def __init__(self):
         self.calls = []
 
-    def generate(self, prompts, seeds, max_new_tokens, temperature):
+    def generate(self, prompts, seeds, *rest, **options):
         self.calls.append((prompts, seeds))
         return [[Sample([ids[-1] if seed % 2 else ord("?")], [0.0], "stop") for seed in of_prompt]
                 for ids, of_prompt in zip(prompts, seeds)]
 
 
 @pytest.fixture
-def world(tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluate.time, "sleep", lambda seconds: None)
+def world(tmp_path, waits):
     (tmp_path / "world").mkdir()
     (tmp_path / "world" / "env.py").write_text(WORLD)
     return str(tmp_path / "world")
@@ -75,22 +65,22 @@ def as_rows(table, seeds=None):
 
 def test_rows_have_the_fields_of_the_design_and_their_mean_is_pass_at_1(world, tmp_path):
     tasks, path = make_tasks(world, 5), tmp_path / "eval.jsonl"
-    rows = evaluate_model(Scripted(), Letters(), tasks, 4, path, batch_tasks=2)
+    rows = evaluate_model(Scripted(), LetterTokenizer(), tasks, 4, path, batch_tasks=2)
     assert rows == read_jsonl(path)
     assert [(row["id"], row["seed"]) for row in rows] == [(f"t{i}", k) for i in range(5) for k in range(4)]
     assert list(rows[0]) == ["id", "seed", "completion", "reward", "passed", "action", "finish_reason"]
     assert pass_rate(rows) == np.mean([row["reward"] for row in rows]) == bootstrap_ci(rows)[0]
-    assert evaluate_model(Scripted(), Letters(), tasks, 4, batch_tasks=2) == rows  # without a file
+    assert evaluate_model(Scripted(), LetterTokenizer(), tasks, 4, batch_tasks=2) == rows  # without a file
 
 
 def test_every_cut_of_the_file_resumes_to_the_same_bytes_with_the_original_batches(world, tmp_path):
     tasks, whole, engine = make_tasks(world, 5), tmp_path / "whole.jsonl", Scripted()
-    evaluate_model(engine, Letters(), tasks, 2, whole, batch_tasks=2)
+    evaluate_model(engine, LetterTokenizer(), tasks, 2, whole, batch_tasks=2)
     content = whole.read_bytes()
     for cut in range(0, len(content), 37):  # a kill may leave half a line (RUN-01)
         path, again = tmp_path / f"cut{cut}.jsonl", Scripted()
         path.write_bytes(content[:cut])
-        evaluate_model(again, Letters(), tasks, 2, path, batch_tasks=2)
+        evaluate_model(again, LetterTokenizer(), tasks, 2, path, batch_tasks=2)
         assert path.read_bytes() == content
         assert all(call in engine.calls for call in again.calls)
 
@@ -103,12 +93,12 @@ def test_run_02_only_missing_rows_and_errors_are_run_again(world, tmp_path, case
         append_jsonl(path, {"id": row["task"], "seed": row["seed"], "passed": row.get("reward", 0) >= 1, **extra})
     before = len(read_jsonl(path))
     engine = Scripted()
-    engine.generate = lambda prompts, seeds, *rest: [[Sample([ord("?")], [0.0], "stop")] * len(s) for s in seeds]
-    rows = evaluate_model(engine, Letters(), tasks, 2, path)
+    engine.generate = lambda prompts, seeds, *rest, **options: [[Sample([ord("?")], [0.0], "stop")] * len(s) for s in seeds]
+    rows = evaluate_model(engine, LetterTokenizer(), tasks, 2, path)
     added = [[row["id"], row["seed"]] for row in read_jsonl(path)[before:]]
     assert added == data["expected"]["calls_on_resume"]
     assert len(rows) == data["expected"]["unique_rows"] and pass_rate(rows) == data["expected"]["mean_reward"]
-    evaluate_model(engine, Letters(), tasks, 2, path)
+    evaluate_model(engine, LetterTokenizer(), tasks, 2, path)
     assert len(read_jsonl(path)) == before + 1  # calls_on_second_resume: none
 
 
@@ -123,22 +113,22 @@ def test_a_prompt_that_does_not_fit_is_refused_by_its_task(world, tiny_model_dir
 def test_rows_of_another_step_are_another_evaluation(world, tmp_path):
     tasks, path = make_tasks(world, 2), tmp_path / "eval.jsonl"
     for step in (0, 10):
-        evaluate_model(Scripted(), Letters(), tasks, 1, path, {"step": step})
+        evaluate_model(Scripted(), LetterTokenizer(), tasks, 1, path, {"step": step})
     assert [row["step"] for row in read_jsonl(path)] == [0, 0, 10, 10]
     engine = Scripted()
-    evaluate_model(engine, Letters(), tasks, 1, path, {"step": 10})
+    evaluate_model(engine, LetterTokenizer(), tasks, 1, path, {"step": 10})
     assert not engine.calls
 
 
 def test_a_broken_world_is_tried_three_times_then_counts_as_failed_and_is_said_aloud(world, tmp_path, capsys):
     tasks = make_tasks(world, 3)
     tasks[1]["spec"]["broken"] = True
-    rows = evaluate_model(Scripted(), Letters(), tasks, 2, tmp_path / "eval.jsonl")
+    rows = evaluate_model(Scripted(), LetterTokenizer(), tasks, 2, tmp_path / "eval.jsonl")
     assert [row.get("error") for row in rows] == [None, None, "the database is gone", "the database is gone", None, None]
     assert "2 of 6 completions were never graded and count as failed: task t1 (the database is gone)" in capsys.readouterr().out
     assert len(rows) == 6 and not rows[2]["passed"] and rows[2]["reward"] == 0 and "action" not in rows[2]
     del tasks[1]["spec"]["broken"]  # mended: the error rows are run again and the new ones count
-    again = evaluate_model(Scripted(), Letters(), tasks, 2, tmp_path / "eval.jsonl")
+    again = evaluate_model(Scripted(), LetterTokenizer(), tasks, 2, tmp_path / "eval.jsonl")
     assert not any("error" in row for row in again)
     assert list(latest_rows(read_jsonl(tmp_path / "eval.jsonl")).values()) == again
 
@@ -282,7 +272,7 @@ def test_folders_without_an_evaluation_are_skipped_and_equal_names_refused(folde
 
 KILL = """
 import os, signal, sys
-import {stage}
+import common, {stage}
 from common import append_jsonl, parse_config
 left = [int(sys.argv.pop(1))]
 def append(path, row):
@@ -291,7 +281,7 @@ def append(path, row):
     if not left[0]:
         open(path, "ab").write(b'{{"id": "half a li')
         os.kill(os.getpid(), signal.SIGKILL)
-{stage}.append_jsonl = append
+common.append_jsonl = append
 {stage}.main(parse_config({stage}.Config))
 """
 
@@ -319,7 +309,7 @@ def test_killed_and_started_again_gives_the_files_of_an_unbroken_run(world, tmp_
     assert len(read_jsonl(tmp_path / "whole" / "eval.jsonl")) == 15
 
 
-def test_base_and_student_side_by_side_and_other_weights_refused(world, tmp_path, tiny_model_dir, capsys):
+def test_base_and_student_side_by_side_and_changed_weights_refused(world, tmp_path, tiny_model_dir, capsys):
     write_rows(tmp_path / "tasks.jsonl", make_tasks(world, 3))
     shutil.copytree(tiny_model_dir, tmp_path / "run" / "checkpoint")
     cfg = Config(model=str(tmp_path / "run" / "checkpoint"), base=tiny_model_dir, tasks=[str(tmp_path / "tasks.jsonl")], seeds=2,
@@ -330,7 +320,7 @@ def test_base_and_student_side_by_side_and_other_weights_refused(world, tmp_path
     with torch.no_grad():
         model.model.norm.weight.mul_(2)
     model.save_pretrained(tmp_path / "run" / "checkpoint")
-    with pytest.raises(ValueError, match="other weights"):
+    with pytest.raises(ValueError, match="run/checkpoint has changed"):
         main(cfg)
     (tmp_path / "run" / "config.json").write_text(json.dumps({"config": {"tasks": cfg.tasks, "num_tasks": 1, "hints": "none"}}))
     with pytest.raises(ValueError, match="1 evaluation tasks were trained on: t0"):

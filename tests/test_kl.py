@@ -176,8 +176,8 @@ def test_killed_and_started_again_gives_the_files_of_an_unbroken_run(flags, tmp_
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_numbers_of_another_hint_are_not_taken_over(flags, tmp_path):
+def test_numbers_of_other_hints_are_not_taken_over(flags, tmp_path):
     main(parse_config(Config, flags("kl", "--num_tasks", "2", "--rollouts", "1")))
     write_rows(tmp_path / "hints.jsonl", [{"id": f"t{i}", "hint_id": "h", "hint": "Another"} for i in range(5)])
-    with pytest.raises(ValueError, match="another hint for task t0"):
+    with pytest.raises(ValueError, match="hints.jsonl has changed since the run"):
         main(parse_config(Config, flags("kl", "--num_tasks", "2", "--rollouts", "1")))

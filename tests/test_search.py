@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import common
 import optimize_hints
-from common import Grade, InfraError, Sample, append_jsonl, read_jsonl
+from common import Grade, InfraError, Sample, append_jsonl, load_world, read_jsonl
+from conftest import LetterTokenizer
 from optimize_hints import (Config, Confidence, OpenAIWriter, ScriptedWriter, cost, fill_markers, leak_check, marker_values, request_body,
                             search, writer_messages)
 
@@ -52,21 +54,13 @@ def make_task(number, world="toolworld"):
             "failed_completion": f"<tool_call>\n{json.dumps(call)}\n</tool_call>", "failed_feedback": "The value of `item_id` is wrong."}
 
 
-class LetterTokenizer:
-    def apply_chat_template(self, messages, **options):
-        return {"input_ids": [ord(letter) for message in messages for letter in message["content"]]}
-
-    def decode(self, ids, skip_special_tokens):
-        return "".join(map(chr, ids))
-
-
 class FakeEngine:
     """A magic hint passes on 4 of 5 seeds, no hint on 1 of 5. The text also shows the batch, as low bits would."""
 
     def __init__(self):
         self.batches = []
 
-    def generate(self, prompts, seeds, max_new_tokens, temperature):
+    def generate(self, prompts, seeds, *rest, **options):
         self.batches.append([(LetterTokenizer().decode(ids, True), of) for ids, of in zip(prompts, seeds)])
         shape = sum(map(len, prompts))
         texts = [[f"{'ok' if seed % 5 < (4 if 'Magic' in prompt else 1) else 'no'} {shape}" for seed in of] for prompt, of in self.batches[-1]]
@@ -262,14 +256,6 @@ def openai_cfg(cfg, server):
     return replace(cfg, writer="openai", writer_model="m", base_url=server.url)
 
 
-@pytest.fixture
-def waits(monkeypatch):
-    """A fake clock: what the writer would have slept."""
-    waits = []
-    monkeypatch.setattr(optimize_hints, "sleep", waits.append)
-    return waits
-
-
 def error_body(code, param=None):
     return {"error": {"message": f"no: {code}", "type": code, "code": code, "param": param}}
 
@@ -318,7 +304,7 @@ def test_API_03_retries(case, server, openai_cfg, waits):
         def reply(body):
             name = todo.pop(0)
             if name == "timeout":
-                time.sleep(timeout * 2)
+                threading.Event().wait(timeout * 2)
                 name = "200"
             return answers[name]
         server.reply = reply
@@ -436,33 +422,34 @@ def test_search_rows_seeds_and_rewards(cfg, world):
 
 
 def test_a_broken_world_is_void_and_never_a_reward_of_zero(cfg, world, monkeypatch, waits):
-    tasks, real = [make_task(n, world) for n in range(4)], optimize_hints.grade_completion
+    tasks, env = [make_task(n, world) for n in range(4)], load_world(str(world)).Env
     search(replace(cfg, out_dir=str(world)), tasks, FakeEngine(), LetterTokenizer())
-    calls = []
+    calls, real = [], env.grade
 
-    def shaky(task, text):
-        calls.append(task["id"])
-        if calls.count(task["id"]) % 3:  # two of three tries fail
+    def shaky(self):
+        calls.append(self.task["id"])
+        if calls.count(self.task["id"]) % 3:  # two of three tries fail
             raise InfraError("no connection")
-        return real(task, text)
-    monkeypatch.setattr(optimize_hints, "grade_completion", shaky)
+        return real(self)
+    monkeypatch.setattr(env, "grade", shaky)
     search(cfg, tasks, FakeEngine(), LetterTokenizer())
     assert files(cfg.out_dir) == files(world)
 
 
 def test_a_task_whose_world_stays_broken_is_left_out_and_tried_again(cfg, world, monkeypatch, waits, capsys):
-    tasks, real = [make_task(n, world) for n in range(4)], optimize_hints.grade_completion
+    tasks, env = [make_task(n, world) for n in range(4)], load_world(str(world)).Env
+    real = env.grade
 
-    def broken(task, text):
-        if task["id"] == "t2":
+    def broken(self):
+        if self.task["id"] == "t2":
             raise InfraError("no connection")
-        return real(task, text)
-    monkeypatch.setattr(optimize_hints, "grade_completion", broken)
+        return real(self)
+    monkeypatch.setattr(env, "grade", broken)
     hints, _, _ = search(cfg, tasks, FakeEngine(), LetterTokenizer())
     rows = read_jsonl(Path(cfg.out_dir) / "hint_trials.jsonl")
     assert [row["id"] for row in hints] == ["t0", "t1", "t3"] and not any(row["id"] == "t2" for row in rows)
     assert "1 tasks are left out" in capsys.readouterr().out
-    monkeypatch.setattr(optimize_hints, "grade_completion", real)
+    monkeypatch.setattr(env, "grade", real)
     hints, _, _ = search(cfg, tasks, FakeEngine(), LetterTokenizer())
     assert [row["id"] for row in hints] == ["t0", "t1", "t2", "t3"]
     after = read_jsonl(Path(cfg.out_dir) / "hint_trials.jsonl")
@@ -485,9 +472,6 @@ def test_RUN_02_last_finished_row_wins_and_unfinished_rows_run_again(cfg, world)
     assert len(engine.batches) == 1 and read_jsonl(path)[-1] == rows[-1]  # one batch for the one missing row
     search(cfg, tasks, engine, LetterTokenizer())
     assert len(engine.batches) == 1  # nothing is left to do
-    append_jsonl(path, rows[0] | {"hint_id": "0"})
-    with pytest.raises(SystemExit, match="does not belong"):
-        search(cfg, tasks, engine, LetterTokenizer())
 
 
 def test_a_hints_file_is_measured_without_search(cfg, world):
@@ -501,7 +485,7 @@ def test_a_hints_file_is_measured_without_search(cfg, world):
 
 def test_a_prompt_that_does_not_fit_names_its_task(cfg, world):
     class Small(FakeEngine):
-        def generate(self, *args):
+        def generate(self, *args, **options):
             raise ValueError("prompt 1: 9000 tokens + 96 new ones do not fit the model's 512")
     with pytest.raises(SystemExit, match="task t1: prompt 1"):
         search(cfg, [make_task(n, world) for n in range(3)], Small(), LetterTokenizer())
@@ -511,7 +495,7 @@ def test_a_prompt_that_does_not_fit_names_its_task(cfg, world):
 
 def child(world, kill_at, url, out_dir):
     cfg = Config(out_dir=out_dir, max_rounds=5, concurrency=3, **({"writer": "openai", "writer_model": "m", "base_url": url} if url else {}))
-    count, append, write = [0], optimize_hints.append_jsonl, optimize_hints.write_text
+    count, append, write = [0], common.append_jsonl, optimize_hints.write_text
 
     def dying(record, path, content):
         count[0] += 1
@@ -523,7 +507,7 @@ def child(world, kill_at, url, out_dir):
                     file.write(json.dumps(content).encode()[:40])
             os.kill(os.getpid(), signal.SIGKILL)
         record(path, content)
-    optimize_hints.append_jsonl = lambda path, row: dying(append, path, row)
+    common.append_jsonl = lambda path, row: dying(append, path, row)
     optimize_hints.write_text = lambda path, text: dying(write, path, text)
     search(cfg, [make_task(n, world) for n in range(4)], FakeEngine(), LetterTokenizer())
 

@@ -524,6 +524,30 @@ torch.save(model(torch.tensor([{ids}])).logits.detach(), {str(checkpoint / 'logi
     torch.testing.assert_close(torch.load(checkpoint / "logits.pt"), model(torch.tensor([ids])).logits.detach(), atol=1e-6, rtol=0)
 
 
+def test_a_world_that_breaks_down_is_asked_again_and_then_stops_the_run_in_one_line(run, tiny_tasks, monkeypatch, waits):
+    env = common.load_world(read_jsonl(tiny_tasks)[0]["world"]).Env
+    real, broken, flags = env.grade, [], dict(steps=4, save_every=1, eval_every=4)
+    unbroken = run("unbroken", **flags)
+    metrics = run.folder / "run" / "metrics.jsonl"
+
+    def grade(self):
+        if metrics.exists() and len(read_jsonl(metrics)) == 2 and len(broken) < 3:  # in step 3
+            broken.append(self)
+            raise common.InfraError("no connection")
+        return real(self)
+
+    monkeypatch.setattr(env, "grade", grade)
+    with pytest.raises(SystemExit, match=r"task \S+: its world broke down \(no connection\); the same command goes on from there$"):
+        run("run", **flags)
+    assert waits == [1, 2]
+    assert files(run("run", **flags)) == files(unbroken)
+
+
+def test_without_hints_it_says_what_to_run_first(run):
+    with pytest.raises(SystemExit, match="run `python optimize_hints.py` first"):
+        run("none", hints=str(run.folder / "absent.jsonl"))
+
+
 # Resume.
 
 @pytest.mark.parametrize("flags", [{}, {"teacher": "ema"}, {"loss": "policy_gradient", "grpo_weight": 0.5, "grpo_schedule": "adaptive"}])
