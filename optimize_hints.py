@@ -333,31 +333,42 @@ def canonical(value):
         return re.sub(r"[-_]", "", value.casefold()) if re.search(r"[^\W\d_]", value) else value
 
 
+def plain(text):
+    """One spelling: full-width digits are digits, and characters that nobody sees (soft hyphen, zero width) separate nothing."""
+    return " ".join(re.sub("[\u00ad\u200b-\u200f\u2060\ufeff]", "", unicodedata.normalize("NFKC", text)).split())
+
+
 def leak_check(hint, task, earlier=(), finish_reason="stop"):
     """Why `hint` must not be tested on `task`, or "" ([A]'s anti-cheating rules, and the form of a hint).
 
-    earlier: the hints already written for the task. finish_reason "length": the writer was cut.
-    A value may be named when the prefix or the tool schemas contain it. Heuristics, on the strict side: a
-    wrong refusal costs one hint. Not seen: a name in small letters, or one that opens a sentence, unless
-    the failed step or a trial used it.
+    earlier: the hints already written for the task. finish_reason "length": the writer was cut. Heuristics, on the strict
+    side: a wrong refusal costs one hint.
     """
-    # Full-width digits are digits, and characters that nobody sees (soft hyphen, zero width) separate nothing.
-    plain = lambda text: " ".join(re.sub("[\u00ad\u200b-\u200f\u2060\ufeff]", "", unicodedata.normalize("NFKC", text)).split())
     hint, known = plain(hint), "\n".join(plain(text) for leaf in leaves([task["messages"], task["tools"]]) for text in leaf)
-    lowered, known_lowered = hint.casefold(), known.casefold()
     if not hint:
         return "is empty"
     if finish_reason == "length":
         return "was cut"
     if len(hint) > MAX_HINT_CHARS:
         return f"is longer than {MAX_HINT_CHARS} characters"
-    if re.findall(r"\w+", lowered) in [re.findall(r"\w+", plain(other).casefold()) for other in earlier]:
+    if re.findall(r"\w+", hint.casefold()) in [re.findall(r"\w+", plain(other).casefold()) for other in earlier]:
         return "repeats an earlier hint"
     for reason, pattern in FORBIDDEN.items():
-        for match in re.finditer(pattern, lowered):
-            if match[0] not in known_lowered:
+        for match in re.finditer(pattern, hint.casefold()):
+            if match[0] not in known.casefold():
                 return f"{reason} ({match[0]!r})"
+    completions = [task.get("failed_completion", ""), *(trial.get("completion", "") for trial in task.get("trials", []))]
+    used = sorted({plain(value).casefold() for text in completions for _, value in leaves(parse_tool_calls(text)[1])})
+    leaked = unknown_values(hint, known, used)
+    return f"names {leaked[0]!r}, which neither the conversation nor the tools contain" if leaked else ""
 
+
+def unknown_values(hint, known, used):
+    """What `hint` names and the text `known` does not contain; used: the argument values of earlier completions.
+
+    Not seen: a name in small letters, or one that opens a sentence, unless a completion used it.
+    """
+    lowered, known_lowered = hint.casefold(), known.casefold()
     # Pieces of 100,200 are known too (a compact JSON list), and so is the whole.
     values = {canonical(value) for text in (known, re.sub("[ ,]", "  ", known)) for value in VALUE.findall(text)}
     words = set(re.findall(r"[^\W_]+", known_lowered))
@@ -366,8 +377,6 @@ def leak_check(hint, task, earlier=(), finish_reason="stop"):
     stands_in = lambda phrase, text: re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", text)
     quoted = ["".join(groups).strip(" .,;:!?") for groups in re.findall(QUOTED, lowered)]
     unknown += [phrase for phrase in quoted if not stands_in(phrase, known_lowered)]
-    completions = [task.get("failed_completion", ""), *(trial.get("completion", "") for trial in task.get("trials", []))]
-    used = sorted({plain(value).casefold() for text in completions for _, value in leaves(parse_tool_calls(text)[1])})
     unknown += [value for value in used if re.fullmatch(r"(?!true$|false$|none$)\D{3,}", value)  # numbers: see VALUE
                 and stands_in(value, lowered) and not stands_in(value, known_lowered)]
     for match in re.finditer(r"[^\W\d]\w*", hint):
@@ -376,7 +385,7 @@ def leak_check(hint, task, earlier=(), finish_reason="stop"):
         parts = re.findall(r"[^\W_]+", match[0].casefold())
         if (capital or len(parts) > 1) and not words.issuperset(parts):  # Paris, gold_tier
             unknown.append(match[0])
-    return f"names {unknown[0]!r}, which neither the conversation nor the tools contain" if unknown else ""
+    return unknown
 
 
 # Search strategies, one object per task. ask() -> (hint, number of rollouts), hint None for a new one from the

@@ -349,12 +349,13 @@ class Rollout:
     sample: object
     grade: object
 
-    def row(self, step, hint_id, reverse_kl):
+    def row(self, step, hints, reverse_kl):
         """What rollouts.jsonl keeps; reverse_kl is the mean over the rollout's tokens, turn the number of turns before this one."""
-        turn = sum(message["role"] == "assistant" for message in self.task["messages"])
-        return {"step": step, "id": self.task["id"], "hint_id": hint_id, "turn": turn, "seed": self.seed, "weight_version": step - 1,
-                "completion": self.sample.text, "completion_ids": self.sample.ids, "logprobs": self.sample.logprobs,
-                "reward": self.grade.reward, "finish_reason": self.sample.finish_reason, "reverse_kl": reverse_kl}
+        task, sample = self.task, self.sample
+        return {"step": step, "id": task["id"], "hint_id": hints[task["id"]]["hint_id"],
+                "turn": sum(message["role"] == "assistant" for message in task["messages"]), "seed": self.seed,
+                "weight_version": step - 1, "completion": sample.text, "completion_ids": sample.ids, "logprobs": sample.logprobs,
+                "reward": self.grade.reward, "finish_reason": sample.finish_reason, "reverse_kl": reverse_kl}
 
 
 def sample_rollouts(engine, tokenizer, tasks, prompts, cfg, position):
@@ -479,13 +480,13 @@ def main(cfg):
                    "logprob_gap": float((logprobs - sampler_logprobs).abs().mean())}  # trainer against sampler, nats
         if cfg.loss == "policy_gradient":
             ratio = (logprobs - sampler_logprobs).exp()
-            metrics |= {"grpo_weight": weight, "ratio_mean": float(ratio.mean()), "ratio_clipped_frac": float((ratio > 2).float().mean())}
+            metrics |= {"grpo_weight": weight, "ratio_mean": float(ratio.mean()),
+                        "ratio_clipped_frac": float((ratio > 2).float().mean())}
         metrics |= {f"seconds_{name}": b - a for name, a, b in zip(("sample", "teacher", "student"), clock, clock[1:])}
         append_jsonl(out_dir / "metrics.jsonl", metrics)
         pass_rates.append(metrics["pass_rate"])
         for rollout, of_rollout in zip(rollouts, kl.split(lengths)):
-            hint_id = hints[rollout.task["id"]]["hint_id"]
-            append_jsonl(out_dir / "rollouts.jsonl", rollout.row(step, hint_id, float(of_rollout.mean())))
+            append_jsonl(out_dir / "rollouts.jsonl", rollout.row(step, hints, float(of_rollout.mean())))
         bar.update()
         bar.set_postfix_str(f"reverse KL {metrics['reverse_kl']:.3f}, training pass rate {metrics['pass_rate']:.2f}")
         if step % cfg.eval_every == 0 or step == cfg.steps:
