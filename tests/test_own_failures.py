@@ -78,11 +78,11 @@ def test_the_world_of_the_readme_grades(folder, monkeypatch):
 
 
 def test_the_commands_of_the_readme_run(folder, server):
-    """What is replaced: the server's address, the model (the small base), and the number of steps."""
+    """What is replaced: the server's address, the model (the small base), and the sizes."""
     commands, = blocks(section("Your own failures"), "bash")
     for old, new in [("http://localhost:8000/v1", f"http://127.0.0.1:{server.server_port}/v1"),
-                     ("models/Qwen3-4B", str(ROOT / "data/toolworld/base")), ("--writer openai", "--writer openai --max_rounds 3 --fresh 2"),
-                     ("--hints out", "--steps 2 --eval_every 1 --hints out"), ("--base ", "--seeds 2 --base ")]:
+                     ("models/Qwen3-4B", str(ROOT / "data/toolworld/base")), ("--writer openai", "--writer openai --max_rounds 3 --fresh 2 --max_new_tokens 32"),
+                     ("--hints out", "--steps 2 --max_new_tokens 32 --hints out"), ("--base ", "--seeds 2 --max_new_tokens 32 --base ")]:
         assert old in commands, f"README.md no longer has {old!r}"
         commands = commands.replace(old, new)
     commands = re.sub(r"python (\w+\.py)", rf"{sys.executable} {ROOT}/\1", commands)
