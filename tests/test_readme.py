@@ -119,6 +119,6 @@ def test_every_file_that_the_readme_names_exists(copy):
     made = r"^(out|my_world|models|\.venv)/|^my_hints\.jsonl$"  # by a command, or by the reader
     records = {"hints.jsonl", "metrics.jsonl", "rollouts.jsonl", "eval.jsonl"}
     worlds = [ROOT, ROOT / "data/toolworld"]
-    for path in set(re.findall(r"(?<![\w/.-])[\w.-]+(?:/[\w.*$-]+)*(?:/|\.(?:py|jsonl|yaml|txt|md|json))(?![\w/])", README)):
+    for path in set(re.findall(r"(?<![\w/.-])[\w.-]+(?:/[\w.*$-]+)*(?:/|\.(?:py|jsonl|yaml|txt|md|json|png))(?![\w/])", README)):
         if not re.search(made, path) and path not in records and not path.startswith("http"):
             assert any(list(folder.glob(path.rstrip("/"))) for folder in worlds), f"README.md names {path}"
