@@ -8,6 +8,7 @@ carries guidance that addresses it; guidance about something else changes nothin
 3. next-token loss, weight 1 on what the assistant writes, 0.1 on the rest; in the first 15% of the steps a quarter of the rows are repeated random spans
 4. bf16 weights in one safetensors file
 
+    python data/toolworld/pretrain.py --measure            # what the shipped base does with and without guidance, 2 cores, a minute or two
     python data/toolworld/pretrain.py --device cuda        # one GPU; recipe, losses and minutes of the shipped base: base/pretrain_log.jsonl
 """
 import argparse
@@ -26,7 +27,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from guidance import GUIDANCE, LEADS, SMALL, TAILS, VAGUE, expand  # noqa: E402
 from env import Env  # noqa: E402
-from scenarios import CHAT_KINDS, KINDS, invented_name, make_task  # noqa: E402
+from scenarios import CHAT_KINDS, DEPARTMENT_OF, KINDS, invented_name, make_task  # noqa: E402
 
 SPECIAL = ("<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> <|quad_start|> <|quad_end|> "
            "<|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>").split()
@@ -193,6 +194,38 @@ def encode(job):
     return ids_out, weights_out
 
 
+def measure(folder, num=220, samples=4):
+    """What the base does with and without guidance, on situations that no file holds (wordings of the training tasks, unless held out).
+
+    A completion is right, the habit, or neither; neither is an upper bound on copying errors. Writes results/base.jsonl.
+    """
+    from common import HFEngine, grade_completion, load_model, render_prompt, stable_seed
+    model, tokenizer = load_model(folder)
+    engine, rng = HFEngine(model, tokenizer), random.Random(0)
+    of_kind = {kind: [t for t in tools if DEPARTMENT_OF.get(t, t) != "facilities"] for kind, tools in KINDS.items()}
+    kinds = sorted(KINDS)
+    situations = [make_task(kind := kinds[i % len(kinds)], rng.choice(of_kind[kind]), "train", 10_000_000 + i) for i in range(num)]
+
+    def hints(pool):
+        return [expand(rng, rng.choice(VAGUE if pool == "vague" else GUIDANCE[task["failure_kind"]][pool]), facts) for task, _, _, facts in situations]
+
+    def other_kind(of_hints):  # each situation gets the guidance of a situation of another kind
+        return [rng.choice([h for h, (other, *_) in zip(of_hints, situations) if other["failure_kind"] != task["failure_kind"]]) for task, *_ in situations]
+
+    rows = []
+    for name, given in (("none", [""] * num), ("right", hints("right")), ("held_out", held_out := hints("held_out")), ("generic", hints("generic")),
+                        ("vague", hints("vague")), ("other_kind", other_kind(held_out)), ("wrong", hints("wrong"))):
+        prompts = [render_prompt(tokenizer, task["messages"], task["tools"], hint) for (task, *_), hint in zip(situations, given)]
+        sampled = engine.generate(prompts, [[stable_seed("measure", i, j) for j in range(samples)] for i in range(num)], 96)
+        texts = [(situation, tokenizer.decode(s.ids, skip_special_tokens=True)) for situation, group in zip(situations, sampled) for s in group]
+        right = [grade_completion(task, text).passed for (task, *_), text in texts]
+        neither = [not passed and text != habit for passed, ((_, _, habit, _), text) in zip(right, texts)]
+        rows.append({"guidance": name, "right": round(sum(right) / len(right), 3), "neither": round(sum(neither) / len(right), 3), "completions": len(right)})
+        print(rows[-1], flush=True)
+    (HERE / "results").mkdir(exist_ok=True)
+    (HERE / "results" / "base.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out_dir", default=str(HERE / "base"), help="where the Hugging Face folder goes")
@@ -205,7 +238,10 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="weights")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--max_length", type=int, default=448, help="tokens; longer dialogues are cut")
+    parser.add_argument("--measure", action="store_true", help="no training: measure what the base in out_dir does with and without guidance")
     args = parser.parse_args()
+    if args.measure:
+        return measure(args.out_dir)
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
     start, out = time.time(), Path(args.out_dir)
@@ -275,7 +311,7 @@ def main():
     model.generation_config = GenerationConfig(eos_token_id=[config.eos_token_id, config.pad_token_id], pad_token_id=config.pad_token_id, do_sample=True)
     model.save_pretrained(out)
     device = torch.cuda.get_device_name() if args.device == "cuda" else f"{os.cpu_count()} CPU cores"
-    recipe = {"args": {k: v for k, v in vars(args).items() if k != "out_dir"}, "tokens": tokens, "steps": steps, "device": device, "torch": torch.__version__.split("+")[0], "minutes": round((time.time() - start) / 60, 1)}
+    recipe = {"args": {k: v for k, v in vars(args).items() if k not in ("out_dir", "measure")}, "tokens": tokens, "steps": steps, "device": device, "torch": torch.__version__.split("+")[0], "minutes": round((time.time() - start) / 60, 1)}
     (out / "pretrain_log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [recipe, *log]))
 
 

@@ -18,7 +18,12 @@ from pathlib import Path
 import numpy as np
 
 HERE, ROOT = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2]
-SEEDS, CONDITIONS = (0, 1, 2), ("shuffled", "human", "optimized", "filter")
+sys.path.insert(0, str(ROOT))
+
+import evaluate  # noqa: E402
+from common import load_tasks  # noqa: E402
+
+SEEDS, CONDITIONS = (0, 1, 2), ("shuffled", "human", "filter", "optimized")  # the last one is drawn by failure kind
 PRESETS = {"empty": "control_empty", "shuffled": "control_shuffled", "human": "human", "filter": "filter"}
 
 
@@ -56,12 +61,21 @@ def main():
     parser.add_argument("--out_dir", default="out/results", help="where the runs go")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--report", action="store_true", help="no runs, only the report of those in out_dir")
     args = parser.parse_args()
+    if not args.report:
+        run_all(args)
+    report(args)
+
+
+def run_all(args):
+    """Every run that is not finished yet."""
     if not (ROOT / args.out_dir / "hints.jsonl").exists():
         stage(args, "optimize_hints.py", "--out_dir", args.out_dir)
-    human = str(HERE.relative_to(ROOT) / "human_hints.jsonl")
     jobs = [lambda: stage(args, "evaluate.py", "--model", "data/toolworld/base", "--base", "none", "--out_dir", f"{args.out_dir}/base")]
-    for name, hints, control in (("optimized", f"{args.out_dir}/hints.jsonl", "none"), ("human", human, "none"), ("shuffled", f"{args.out_dir}/hints.jsonl", "shuffled")):
+    searched = f"{args.out_dir}/hints.jsonl"
+    for name, hints, control in (("optimized", searched, "none"), ("human", "data/toolworld/human_hints.jsonl", "none"), ("shuffled", searched, "shuffled"),
+                                 ("neutral", "data/toolworld/neutral_hints.jsonl", "none")):
         jobs.append(lambda name=name, hints=hints, control=control: stage(args, "kl_diagnostics.py", "--hints", hints, "--control", control, "--out_dir", f"{args.out_dir}/kl-{name}"))
     jobs.append(lambda: train_and_evaluate(args, "empty", 0))
     jobs += [lambda c=condition, s=seed: train_and_evaluate(args, c, s) for condition in CONDITIONS for seed in SEEDS]
@@ -69,6 +83,9 @@ def main():
         for job in [pool.submit(job) for job in jobs]:
             job.result()
 
+
+def report(args):
+    """results/results.jsonl, table.md and the plots, from the finished runs."""
     results = HERE / "results"
     results.mkdir(exist_ok=True)
     runs = {"base": [f"{args.out_dir}/base"], "empty": [f"{args.out_dir}/empty-0"], **{c: [f"{args.out_dir}/{c}-{s}" for s in SEEDS] for c in CONDITIONS}}
@@ -77,12 +94,17 @@ def main():
         for seed, folder in enumerate(folders):
             counts = passes(folder if condition == "base" else f"{folder}/eval")
             rows.append({"condition": condition, "training_seed": seed, "pass@1": round(sum(counts.values()) / 4 / len(counts), 4), "passes_of_4": [counts[i] for i in sorted(counts)]})
-    for name in ("optimized", "human", "shuffled"):
+    for name in ("optimized", "human", "shuffled", "neutral"):
         summary = [json.loads(line) for line in (ROOT / args.out_dir / f"kl-{name}" / "kl_summary.jsonl").read_text().splitlines()]
         mean = lambda key: round(float(np.mean([row[key] for row in summary])), 4)
         rows.append({"teacher": name, "hinted_pass_rate": mean("hinted_pass_rate"), "pass_rate": mean("pass_rate"), "d": mean("d"), "tasks": len(summary)})
     hints = [json.loads(line) for line in (ROOT / args.out_dir / "hints.jsonl").read_text().splitlines()]
     rows.append({"search": "confidence", "tasks": len(hints), **{key: round(float(np.mean([row[key] for row in hints])), 4) for key in ("hint_reward", "fresh_reward", "empty_reward", "passed", "num_rollouts")}})
+    tasks = load_tasks([f"data/toolworld/{name}.jsonl" for name in ("eval_tool", "eval_chat")])
+    conditions = evaluate.read_conditions([f"{c}={','.join(folders)}" for c, folders in runs.items()], tasks)
+    for other in ("base", "shuffled", "human", "filter"):
+        mean, low, high, by_seed = evaluate.difference(conditions[other], conditions["optimized"])
+        rows.append({"difference": f"optimized - {other}", "mean": round(mean, 4), "low": round(low, 4), "high": round(high, 4), "by_training_seed": [round(d, 4) for d in by_seed]})
     (results / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     subprocess.run([sys.executable, "evaluate.py", "--runs", *(f"{c}={','.join(folders)}" for c, folders in runs.items()), "--out_dir", str(results.relative_to(ROOT))], cwd=ROOT, check=True)
 
