@@ -1,16 +1,10 @@
 """Attention, sampling engine and packed rows: every short cut gives what a plain full forward gives."""
 import copy
-import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 import common
-from common import HFEngine, SharedCache, attention, head_weight, load_model, new_folder, pack_rows, packed_hidden, reverse_kl, stop_ids, torch
-
-ROOT = Path(common.__file__).parent
+from common import HFEngine, SharedCache, attention, head_weight, load_model, pack_rows, packed_hidden, reverse_kl, sample_tasks, stop_ids, torch
 
 
 @pytest.fixture(scope="module")
@@ -338,29 +332,28 @@ def test_TOK_01_sampled_ids_are_trained_on_as_sampled(case, engine, loaded, prom
     assert seen  # encoding the text again would have given other ids
 
 
-# Checkpoints.
-
-def test_TRAIN_04_a_checkpoint_reloads_in_a_new_process(case, model, loaded, tmp_path):
-    data = case("TRAIN-04")
-    with new_folder(tmp_path / "checkpoint") as folder:
-        model.save_pretrained(folder)
-        loaded[1].save_pretrained(folder)
-        assert folder.name == "checkpoint.tmp" and not (tmp_path / "checkpoint").exists()
+def test_a_checkpoint_that_lacks_weights_is_refused(model, loaded, tmp_path):
+    model.save_pretrained(tmp_path), loaded[1].save_pretrained(tmp_path)
     from safetensors.torch import load_file, save_file
-    tensors = load_file(tmp_path / "checkpoint" / "model.safetensors")
-    assert all(tensor.numel() for tensor in tensors.values())
-    assert len({"lm_head.weight", "model.embed_tokens.weight"} & tensors.keys()) == data["expected"]["tensors_written_for_tied_pair"]
-    ids = list(range(30, 60))
-    code = ("import sys, json; from common import load_model, torch\n"
-            "model, _ = load_model(sys.argv[1])\n"
-            "embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight\n"
-            "assert head.data_ptr() == embedding.data_ptr()\n"
-            f"with torch.no_grad(): print(json.dumps(model(torch.tensor([{ids}])).logits[0, -1].tolist()))")
-    run = subprocess.run([sys.executable, "-c", code, str(tmp_path / "checkpoint")], cwd=ROOT, capture_output=True, text=True, check=True)
-    with torch.no_grad():
-        expected = model(torch.tensor([ids])).logits[0, -1]
-    torch.testing.assert_close(torch.tensor(json.loads(run.stdout)), expected, atol=1e-6, rtol=0)
+    tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, tmp_path / "checkpoint" / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(SystemExit, match="lacks weights: model.layers.1.mlp.up_proj.weight"):
-        load_model(tmp_path / "checkpoint")
+        load_model(tmp_path)
+
+
+# Sampling for tasks.
+
+def test_samples_of_tasks_have_their_text_and_a_prompt_that_does_not_fit_names_its_task(engine, loaded, prompts):
+    tasks, finished = [{"id": f"t{p}"} for p in range(len(prompts))], []
+    plain = engine.generate(prompts, SEEDS, 9, progress=finished.append)
+    assert sum(finished) == sum(map(len, SEEDS)) and len(finished) > 1  # a bar moves while a batch is under way
+    samples = sample_tasks(engine, loaded[1], tasks, prompts, SEEDS, 9, 1.0)
+    for of_prompt, of_task in zip(plain, samples):
+        assert [sample.ids for sample in of_prompt] == [sample.ids for sample in of_task]
+        assert all(sample.text == loaded[1].decode(sample.ids, skip_special_tokens=True) for sample in of_task)
+    with pytest.raises(SystemExit, match="error: task t1: prompt 1: 1000 tokens"):
+        sample_tasks(engine, loaded[1], tasks[:2], [prompts[0], [9] * 1000], [[1], [1]], 999, 1.0)
+    engine.generate = lambda *args, **options: int("x")
+    with pytest.raises(ValueError, match="invalid literal"):  # another error stays what it is
+        sample_tasks(engine, loaded[1], tasks, prompts, SEEDS, 9, 1.0)
