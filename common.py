@@ -472,7 +472,7 @@ def render_prompt(tokenizer, messages, tools, hint="", hint_position="end", enab
 # Model and attention.
 
 def load_model(path, device="cpu", dtype="float32"):
-    """(model in eval mode, tokenizer) of a Hugging Face folder, with `attention` below in every layer, weights in memory of its own.
+    """(model in eval mode, tokenizer) of a Hugging Face folder, with `attention` below in every layer.
 
     Raises Refusal for a checkpoint that lacks weights and for a model that our attention cannot serve.
     """

@@ -73,8 +73,6 @@ class Config:
 FREE_FIELDS = ("writer_timeout", "max_retries", "concurrency", "price_in", "price_out")
 # What the writer and the leak check see of a task. Never `spec`: it holds the answer and is for the grader alone.
 VISIBLE = ("id", "world", "failure_kind", "messages", "tools", "failed_completion", "failed_feedback")
-
-
 MAX_HINT_CHARS = 600
 
 
@@ -503,7 +501,7 @@ def search(cfg, tasks, engine, tokenizer):
     views = {task_id: {key: task[key] for key in VISIBLE if key in task} | {"trials": []} for task_id, task in tasks.items()}
     writer = WRITERS[cfg.writer](cfg, list(views.values()))
     strategies = {task_id: SEARCHES[cfg.search](cfg) for task_id in tasks}
-    closed, void = set(), set()  # the writer has nothing left; the world broke down
+    void = set()  # their world broke down
 
     def request(task_id, hint, round_index, num):
         """(row, seeds) for the next `num` rollouts of a hint: the seeds go on where its trials end."""
@@ -513,7 +511,7 @@ def search(cfg, tasks, engine, tokenizer):
         return row, [stable_seed("search", cfg.seed, task_id, hint_id, k) for k in range(start, start + num)]
 
     for round_index in (bar := tqdm(range(cfg.max_rounds), desc="rounds", disable=None)):
-        active = [task_id for task_id in tasks if not (strategies[task_id].done or task_id in closed | void)]
+        active = [task_id for task_id in tasks if not strategies[task_id].done and task_id not in void]
         if not active:
             break
         write_hints(cfg, writer, [views[task_id] for task_id in active], round_index, calls)
@@ -521,7 +519,7 @@ def search(cfg, tasks, engine, tokenizer):
         for task_id in active:
             call, trials = calls.get({"id": task_id, "round": round_index}), views[task_id]["trials"]
             if call is None:
-                closed.add(task_id)
+                strategies[task_id].done = True  # the writer has nothing left
                 continue
             row, seeds = request(task_id, call["hint"], round_index, strategies[task_id].ask()[1])
             reason = leak_check(call["hint"], views[task_id], [trial["hint"] for trial in trials], call.get("finish_reason", "stop"))
@@ -555,8 +553,7 @@ def search(cfg, tasks, engine, tokenizer):
     write_jsonl(out_dir / "writer_calls.jsonl", calls)
     write_jsonl(out_dir / "hints.jsonl", hints)
     if void:
-        print(f"{len(void)} tasks are left out because their world broke down: {', '.join(sorted(void)[:5])}; run again to retry "
-              "them")
+        print(f"{len(void)} tasks are left out, their world broke down: {', '.join(sorted(void)[:5])}; run again to retry them")
     return hints, {task_id: view["trials"] for task_id, view in views.items()}, calls
 
 
