@@ -139,8 +139,7 @@ def train_tokenizer(texts, size=4096):
     tokenizer.decoder = decoders.ByteLevel()
     added = [*SPECIAL, *TAGS, *FRAGMENTS]
     digits = [" ".join(f"{n:03d}" for n in range(1000)) + " " + " ".join(f"{n:02d} -{n:02d}" for n in range(100))] * 60
-    strip = lambda text: [part for part in split_added(text, added)]
-    tokenizer.train_from_iterator(digits + [part for text in texts for part in strip(text)],
+    tokenizer.train_from_iterator(digits + [part for text in texts for part in split_added(text, added)],
                                   trainers.BpeTrainer(vocab_size=size - len(added), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in TAGS + FRAGMENTS])
@@ -249,8 +248,9 @@ def main():
 
     rates = cell_rates(args.rate_shift)
     if not (out / "tokenizer.json").exists():
+        from tokenizers import Tokenizer, models
         from transformers import PreTrainedTokenizerFast
-        template = PreTrainedTokenizerFast(tokenizer_object=__import__("tokenizers").Tokenizer(__import__("tokenizers").models.BPE()), chat_template=(HERE / "base" / "chat_template.jinja").read_text())
+        template = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=(HERE / "base" / "chat_template.jinja").read_text())
         train_tokenizer([render(template, *dialogue(-1 - i, rates)) for i in range(20_000)]).save_pretrained(out)
     from transformers import AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained(out)

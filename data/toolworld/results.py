@@ -98,6 +98,11 @@ def report(args):
         summary = [json.loads(line) for line in (ROOT / args.out_dir / f"kl-{name}" / "kl_summary.jsonl").read_text().splitlines()]
         mean = lambda key: round(float(np.mean([row[key] for row in summary])), 4)
         rows.append({"teacher": name, "hinted_pass_rate": mean("hinted_pass_rate"), "pass_rate": mean("pass_rate"), "d": mean("d"), "tasks": len(summary)})
+    teachers = [row for row in rows if "teacher" in row]
+    (results / "teacher.md").write_text("\n".join([
+        "| hints | pass rate with the hint | utility | D, nats per token |", "|---|---|---|---|",
+        *(f"| {t['teacher']} | {t['hinted_pass_rate']:.3f} | {t['hinted_pass_rate'] - t['pass_rate']:+.3f} | {t['d']:.4f} |" for t in teachers),
+        f"| none | {teachers[0]['pass_rate']:.3f} | 0 | 0 |"]) + "\n")
     hints = [json.loads(line) for line in (ROOT / args.out_dir / "hints.jsonl").read_text().splitlines()]
     rows.append({"search": "confidence", "tasks": len(hints), **{key: round(float(np.mean([row[key] for row in hints])), 4) for key in ("hint_reward", "fresh_reward", "empty_reward", "passed", "num_rollouts")}})
     tasks = load_tasks([f"data/toolworld/{name}.jsonl" for name in ("eval_tool", "eval_chat")])
