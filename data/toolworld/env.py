@@ -1,10 +1,10 @@
 """toolworld: an enterprise operations desk, executable and deterministic.
 
 Five departments share one shape: records that a read tool looks up, two write tools, and a way out (transfer_to_human).
-The database is generated from the task's seed; there is no clock and no randomness after that. The tools check types and
-references, not policy: a call that breaks the policy is carried out, and the grader decides, as in tau2. A step passes iff
-the final state equals the state after the gold calls AND every gold call was issued; a chat reply passes iff it says what it
-must and nothing it must not.
+The database is generated from the task's seed; there is no clock and no randomness after that. The tools check types
+and references, not policy: a call that breaks the policy is carried out, and the grader decides, as in tau2. A step
+passes iff the final state equals the state after the gold calls AND every gold call was issued; a chat reply passes iff
+it says what it must and nothing it must not.
 """
 import json
 import random
@@ -12,23 +12,50 @@ import re
 
 from common import Grade, calls_match, parse_tool_calls
 
-DEPARTMENTS = {  # record noun, id prefix; child / variant = (field, id prefix, names); field pairs = (distractor, right one)
-    "orders": dict(record="order", prefix="ORD", read="get_order", writes=("exchange_item", "refund_item"), money=("price", "paid"), dates=("ordered", "arrives"),
-                   child=("items", "ITM", "lamp desk chair kettle blender toaster jacket scarf backpack router keyboard monitor headset tent bottle mirror clock rug sofa vase drill".split()),
-                   variant=("variants", "VAR", "blue green black white silver orange purple yellow brown pink".split())),
-    "travel": dict(record="booking", prefix="BKG", read="get_booking", writes=("change_flight", "issue_voucher"), money=("fare", "paid"), dates=("booked", "departs"),
-                   variant=("flights", "FLT", "dawn morning noon afternoon evening night midday sunrise sunset midnight".split())),
-    "accounts": dict(record="user", prefix="USR", read="get_account", writes=("verify_identity", "grant_access"), money=("fee", "charged"), dates=("created", "expires"),
-                     child=("systems", "SYS", "payroll wiki mailroom ledger archive tickets calendar storage reports builds survey badges".split())),
-    "billing": dict(record="invoice", prefix="INV", read="get_invoice", writes=("issue_credit", "schedule_payment"), money=("total", "balance"), dates=("issued", "due")),
-    "facilities": dict(record="room", prefix="ROM", read="get_room", writes=("request_repair", "book_room"), money=("rate", "deposit"), dates=("reserved", "starts"),
-                       child=("assets", "AST", "projector heater window door screen phone whiteboard lock blinds speaker socket carpet".split()),
-                       variant=("slots", "SLT", "early midmorning lunchtime teatime late dusk breakfast daybreak twilight overnight".split())),
+# record: its noun. prefix: of its id. money, dates: two fields each, the one that distracts and the right one.
+# child, variant: (field of the record, prefix of the ids in it, names they can have), where the department has them.
+DEPARTMENTS = {
+    "orders": {
+        "record": "order", "prefix": "ORD", "read": "get_order", "writes": ("exchange_item", "refund_item"),
+        "money": ("price", "paid"), "dates": ("ordered", "arrives"),
+        "child": ("items", "ITM", (
+            "lamp desk chair kettle blender toaster jacket scarf backpack router keyboard monitor headset tent bottle "
+            "mirror clock rug sofa vase drill").split()),
+        "variant": ("variants", "VAR", "blue green black white silver orange purple yellow brown pink".split()),
+    },
+    "travel": {
+        "record": "booking", "prefix": "BKG", "read": "get_booking", "writes": ("change_flight", "issue_voucher"),
+        "money": ("fare", "paid"), "dates": ("booked", "departs"),
+        "variant": ("flights", "FLT", (
+            "dawn morning noon afternoon evening night midday sunrise sunset midnight").split()),
+    },
+    "accounts": {
+        "record": "user", "prefix": "USR", "read": "get_account", "writes": ("verify_identity", "grant_access"),
+        "money": ("fee", "charged"), "dates": ("created", "expires"),
+        "child": ("systems", "SYS", (
+            "payroll wiki mailroom ledger archive tickets calendar storage reports builds survey badges").split()),
+    },
+    "billing": {
+        "record": "invoice", "prefix": "INV", "read": "get_invoice", "writes": ("issue_credit", "schedule_payment"),
+        "money": ("total", "balance"), "dates": ("issued", "due"),
+    },
+    "facilities": {
+        "record": "room", "prefix": "ROM", "read": "get_room", "writes": ("request_repair", "book_room"),
+        "money": ("rate", "deposit"), "dates": ("reserved", "starts"),
+        "child": ("assets", "AST", (
+            "projector heater window door screen phone whiteboard lock blinds speaker socket carpet").split()),
+        "variant": ("slots", "SLT", (
+            "early midmorning lunchtime teatime late dusk breakfast daybreak twilight overnight").split()),
+    },
 }
-ENUMS = {"refund_item": ("reason", ("damaged", "late", "wrong_item")), "issue_voucher": ("reason", ("delay", "cancelled", "downgrade")),
-         "grant_access": ("level", ("read", "edit", "admin")), "issue_credit": ("reason", ("overcharge", "duplicate", "outage")),
-         "request_repair": ("priority", ("low", "normal", "urgent"))}
-TOOLS = {  # name: (description, arguments in order); types: id | money | enum | date
+ENUMS = {  # tool: (its argument that takes one of a few values, the values)
+    "refund_item": ("reason", ("damaged", "late", "wrong_item")),
+    "issue_voucher": ("reason", ("delay", "cancelled", "downgrade")),
+    "grant_access": ("level", ("read", "edit", "admin")),
+    "issue_credit": ("reason", ("overcharge", "duplicate", "outage")),
+    "request_repair": ("priority", ("low", "normal", "urgent")),
+}
+TOOLS = {  # name: (description, arguments in order)
     "get_order": ("Look up an order.", ("order_id",)),
     "exchange_item": ("Exchange an item for a variant.", ("order_id", "item_id", "variant_id")),
     "refund_item": ("Refund an item.", ("order_id", "item_id", "amount", "reason")),
@@ -51,7 +78,7 @@ MAX_TURNS = 8
 
 
 def tool_schema(name, shape):
-    """OpenAI function schema of one tool. shape: "cents" names the amount in cents, "notify" adds the optional argument notify."""
+    """OpenAI function schema of one tool. shape: "cents" names the amount in cents, "notify" adds an optional argument."""
     description, arguments = TOOLS[name]
     properties = {}
     for argument in arguments:
@@ -64,8 +91,8 @@ def tool_schema(name, shape):
     required = list(properties)
     if shape.get("notify") and len(arguments) > 1:
         properties["notify"] = {"type": "string", "enum": ["email", "sms"]}
-    return {"type": "function", "function": {"name": name, "description": description,
-                                             "parameters": {"type": "object", "properties": properties, "required": required}}}
+    parameters = {"type": "object", "properties": properties, "required": required}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 def department_tools(department, shape):
@@ -74,50 +101,87 @@ def department_tools(department, shape):
     return [tool_schema(name, shape) for name in (d["read"], *d["writes"], "transfer_to_human")]
 
 
-def make_database(seed, department, shape):
-    """{record id: record} from the seed. Keys that start with "_" are hidden from the read tool.
+def random_date(rng):
+    return f"2026-{rng.randrange(1, 13):02d}-{rng.randrange(1, 29):02d}"
 
-    shape: child, variant (how many are listed), money (1, 2 fields or "cents"), dates (bool), notify (bool), names ("train" or "eval" vocabulary),
-    blocked ("variant" or "date": what is asked for first is refused and an alternative is named).
+
+def make_database(seed, department, shape):
+    """{record id: record}, three records from the seed; a task is about the first one.
+
+    shape: child, variant (how many are listed), money (1 or 2 fields, or "cents"), dates (bool), notify (bool),
+    status, names ("train" or "eval": which part of the vocabulary, without it all), blocked ("variant" or "date": what
+    is asked for first is refused and another is named), blocked_date (the date that blocked refuses).
     """
-    rng, d = random.Random(f"toolworld/{seed}"), DEPARTMENTS[department]
-    number = lambda prefix: f"{prefix}{rng.randrange(100000, 1000000)}"
-    date = lambda: f"2026-{rng.randrange(1, 13):02d}-{rng.randrange(1, 29):02d}"
-    database = {}
-    for _ in range(3):
-        record = {f"{d['record']}_id": number(d["prefix"]), "status": shape.get("status") or rng.choice(("open", "active", "confirmed"))}
-        if shape.get("notify"):
-            record["contact"] = rng.choice(("email", "sms"))
-        for key in ("child", "variant"):
-            if shape.get(key) and key in d:
-                plural, prefix, names = d[key]
-                cut = len(names) * 2 // 3
-                names = {"train": names[:cut], "eval": names[cut:]}.get(shape.get("names"), names)
-                record[plural] = {name: number(prefix) for name in rng.sample(names, shape[key])}
-        wrong, right = rng.sample(range(100, 1000), 2)
-        if shape.get("money") == "cents":
-            record[f"{d['money'][1]}_cents"] = right * 100
-        elif shape.get("money"):
-            record.update({d["money"][0]: wrong} if shape["money"] == 2 else {})
-            record[d["money"][1]] = right
-        if shape.get("dates"):
-            record[d["dates"][0]], record[d["dates"][1]] = date(), date()
-        record["_code"] = str(rng.randrange(100000, 1000000))
-        record["_writes"], record["_blocked"] = [], {}
-        if shape.get("blocked") == "variant":
-            first, second = list(record[d["variant"][0]].values())[:2]
-            record["_blocked"] = {first: second}
-        elif shape.get("blocked") == "date":
-            record["_blocked"] = {shape["blocked_date"]: date()}
-        database[record[f"{d['record']}_id"]] = record
-    return database
+    rng, id_key = random.Random(f"toolworld/{seed}"), f"{DEPARTMENTS[department]['record']}_id"
+    records = [make_record(rng, DEPARTMENTS[department], shape) for _ in range(3)]
+    return {record[id_key]: record for record in records}
+
+
+def make_record(rng, d, shape):
+    """One record of department d. Keys that start with "_" are hidden from the read tool."""
+    def new_id(prefix):
+        return f"{prefix}{rng.randrange(100000, 1000000)}"
+
+    record = {f"{d['record']}_id": new_id(d["prefix"])}
+    record["status"] = shape.get("status") or rng.choice(("open", "active", "confirmed"))
+    if shape.get("notify"):
+        record["contact"] = rng.choice(("email", "sms"))
+    for key in ("child", "variant"):
+        if shape.get(key) and key in d:
+            field, prefix, names = d[key]
+            cut = len(names) * 2 // 3
+            names = {"train": names[:cut], "eval": names[cut:]}.get(shape.get("names"), names)
+            record[field] = {name: new_id(prefix) for name in rng.sample(names, shape[key])}
+    distractor, amount = rng.sample(range(100, 1000), 2)
+    if shape.get("money") == "cents":
+        record[f"{d['money'][1]}_cents"] = amount * 100
+    elif shape.get("money"):
+        if shape["money"] == 2:
+            record[d["money"][0]] = distractor
+        record[d["money"][1]] = amount
+    if shape.get("dates"):
+        record[d["dates"][0]], record[d["dates"][1]] = random_date(rng), random_date(rng)
+    record["_code"] = str(rng.randrange(100000, 1000000))
+    record["_writes"], record["_blocked"] = [], {}  # calls carried out; {refused value: the one that is available}
+    if shape.get("blocked") == "variant":
+        first, second = list(record[d["variant"][0]].values())[:2]
+        record["_blocked"] = {first: second}
+    elif shape.get("blocked") == "date":
+        record["_blocked"] = {shape["blocked_date"]: random_date(rng)}
+    return record
+
+
+def first_argument(schema):
+    """Every tool but transfer_to_human names its record in the first argument."""
+    return next(iter(schema["properties"]))
+
+
+def schema_error(schema, arguments):
+    """What is wrong with the arguments before any record is looked at, or ""."""
+    if not isinstance(arguments, dict):
+        return "arguments must be an object"
+    for argument in schema["required"]:
+        if argument not in arguments:
+            return f"{argument} is missing"
+    for argument, value in arguments.items():
+        if argument not in schema["properties"]:
+            return f"unknown argument {argument}"
+        expected = schema["properties"][argument]
+        # a bool is an int to Python, but not to a JSON schema
+        if not isinstance(value, int if expected["type"] == "integer" else str) or isinstance(value, bool):
+            return f"{argument} has the wrong type"
+        if value not in expected.get("enum", [value]):
+            return f"{argument} is not valid"
+        if argument in ("date", "until") and not re.fullmatch(r"20\d\d-\d\d-\d\d", value):
+            return f"{argument} is not a date"
+    return ""
 
 
 class Env:
-    """One task: reset, step until done, grade. Calls are executed one after the other; an error leaves the state as it was."""
+    """One task: reset, step until done, grade. Calls run one after the other; an error leaves the state as it was."""
 
     def reset(self, task):
-        """Builds the database and replays the recorded prefix. Raises ValueError when a recorded observation is not reproduced."""
+        """Builds the database and replays the prefix -> (messages, tools). ValueError where an observation differs."""
         self.task, self.spec, self.tools = task, task["spec"], task["tools"]
         self.schemas = {t["function"]["name"]: t["function"]["parameters"] for t in self.tools}
         self.database = make_database(self.spec["seed"], self.spec["department"], self.spec["shape"])
@@ -132,8 +196,10 @@ class Env:
         for message in messages:
             if message["role"] == "tool":
                 if not observed or observed.pop(0) != message["content"]:
-                    raise ValueError(f"task {self.task['id']}: replay does not give the recorded tool response {message['content']!r}")
-            observed += [self.execute(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or []]
+                    raise ValueError(f"task {self.task['id']}: replay does not give the recorded tool response "
+                                     f"{message['content']!r}")
+            for call in message.get("tool_calls") or []:
+                observed.append(self.execute(call["function"]["name"], call["function"]["arguments"]))
 
     def step(self, message):
         """One assistant message -> (tool messages, done)."""
@@ -148,11 +214,12 @@ class Env:
         self.calls.append({"name": name, "arguments": arguments})
         error = self.refuse(name, arguments)
         if error:
-            return "error: refused" if self.spec["department"] in TERSE and "available" not in error else f"error: {error}"
+            terse = self.spec["department"] in TERSE and "available" not in error
+            return "error: refused" if terse else f"error: {error}"
         if name == "transfer_to_human":
             self.database["_transferred"] = True
             return '{"status": "transferred"}'
-        record = self.database[arguments[next(iter(self.schemas[name]["properties"]))]]
+        record = self.database[arguments[first_argument(self.schemas[name])]]
         if name.startswith("get_"):
             return json.dumps({k: v for k, v in record.items() if not k.startswith("_")})
         record["_writes"].append({"name": name, "arguments": arguments})
@@ -163,27 +230,13 @@ class Env:
         if name not in self.schemas:
             return f"no tool {name}"
         schema = self.schemas[name]
-        if not isinstance(arguments, dict):
-            return "arguments must be an object"
-        for argument in schema["required"]:
-            if argument not in arguments:
-                return f"{argument} is missing"
-        for argument, value in arguments.items():
-            if argument not in schema["properties"]:
-                return f"unknown argument {argument}"
-            kind = schema["properties"][argument]
-            if not isinstance(value, int if kind["type"] == "integer" else str) or isinstance(value, bool):
-                return f"{argument} has the wrong type"
-            if value not in kind.get("enum", [value]):
-                return f"{argument} is not valid"
-            if argument in ("date", "until") and not re.fullmatch(r"20\d\d-\d\d-\d\d", value):
-                return f"{argument} is not a date"
-        if name == "transfer_to_human":
-            return ""
-        id_key, record_id = next(iter(schema["properties"])), arguments[next(iter(schema["properties"]))]
-        record = self.database.get(record_id)
+        error = schema_error(schema, arguments)
+        if error or name == "transfer_to_human":
+            return error
+        id_key = first_argument(schema)
+        record = self.database.get(arguments[id_key])
         if not isinstance(record, dict):
-            return f"no record {record_id}"
+            return f"no record {arguments[id_key]}"
         known = {v for value in record.values() if isinstance(value, dict) for v in value.values()}
         for argument, value in arguments.items():
             if argument.endswith("_id") and argument != id_key and value not in known:
@@ -200,25 +253,27 @@ class Env:
     def grade_calls(self):
         """Compares state and calls with the gold ones; the feedback names what is wrong, never the right value."""
         gold = self.spec["gold"]
-        intended = [c for c in self.calls if c["name"] == gold[0]["name"]]
+        attempts = [c for c in self.calls if c["name"] == gold[0]["name"]]
         if self.status == "malformed":
             return Grade(0.0, "malformed", "The tool call could not be read.")
         if not self.calls:
             return Grade(0.0, "abandoned", "No tool call was made, so the request is still open.")
-        if not intended:
-            handed_over = any(c["name"] == "transfer_to_human" for c in self.calls)
-            return Grade(0.0, "substituted", "The request was handed over instead of being carried out." if handed_over
-                         else f"`{self.calls[0]['name']}` is not the call this step needs.")
-        issued = all(any(calls_match([g], [c], self.schemas[g["name"]]["properties"]) for c in self.calls) for g in gold)
+        if not attempts:
+            if any(c["name"] == "transfer_to_human" for c in self.calls):
+                return Grade(0.0, "substituted", "The request was handed over instead of being carried out.")
+            return Grade(0.0, "substituted", f"`{self.calls[0]['name']}` is not the call this step needs.")
+        issued = all(any(calls_match([g], [c], self.schemas[g["name"]]["properties"]) for c in self.calls)
+                     for g in gold)
         reference = Env()
         reference.reset(self.task)
         for call in gold:
             reference.execute(call["name"], call["arguments"])
         if issued and self.database == reference.database:
             return Grade(1.0, "intended", "Correct.")
-        return Grade(0.0, "intended", self.argument_feedback(intended[-1], gold))
+        return Grade(0.0, "intended", self.argument_feedback(attempts[-1], gold))
 
     def argument_feedback(self, call, gold):
+        """What is wrong with a call of the right tool, in the order in which one would correct it."""
         expected = next(g["arguments"] for g in gold if g["name"] == call["name"])
         previous = [c["function"] for m in self.task["messages"] for c in m.get("tool_calls") or []]
         if any(p["name"] == call["name"] and p["arguments"] == call["arguments"] for p in previous):
@@ -237,7 +292,7 @@ class Env:
         return "Something else was changed as well."
 
     def grade_chat(self):
-        """spec["chat"]: must (patterns that all occur), must_not, max_words, feedback. Patterns are searched in the lower-cased text."""
+        """spec["chat"]: must (patterns that all occur in the lower-cased text), must_not, max_words, feedback."""
         chat, text = self.spec["chat"], self.last_text.strip()
         if self.status == "malformed":
             return Grade(0.0, "malformed", "The reply holds a broken tool call.")
@@ -246,6 +301,10 @@ class Env:
         if not text:
             return Grade(0.0, "abandoned", "There was no answer.")
         lowered = text.lower()
-        if all(re.search(p, lowered) for p in chat["must"]) and not any(re.search(p, lowered) for p in chat["must_not"]) and len(text.split()) <= chat["max_words"]:
+        says_it = all(re.search(pattern, lowered) for pattern in chat["must"])
+        says_too_much = any(re.search(pattern, lowered) for pattern in chat["must_not"])
+        if len(text.split()) > chat["max_words"]:
+            return Grade(0.0, "intended", "The answer is too long.")
+        if says_it and not says_too_much:
             return Grade(1.0, "intended", "Correct.")
-        return Grade(0.0, "intended", "The answer is too long." if len(text.split()) > chat["max_words"] else chat["feedback"])
+        return Grade(0.0, "intended", chat["feedback"])
