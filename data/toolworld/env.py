@@ -78,7 +78,7 @@ MAX_TURNS = 8
 
 
 def tool_schema(name, shape):
-    """OpenAI function schema of one tool. shape: "cents" names the amount in cents, "notify" adds an optional argument."""
+    """OpenAI function schema of one tool. shape: cents names the amount in cents, notify adds an optional argument."""
     description, arguments = TOOLS[name]
     properties = {}
     for argument in arguments:
