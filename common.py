@@ -486,8 +486,8 @@ def load_model(path, device="cpu", dtype="float32"):
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         model, info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="nanoopsd", output_loading_info=True)
-    except OSError as error:
-        die(f"cannot load model {path}: {str(error).splitlines()[0]}")
+    except (OSError, ValueError, KeyError) as error:  # no such folder, no tokenizer in it, a kind of model that is unknown
+        die(f"cannot load model {path}: it is no Hugging Face folder of a causal LM ({str(error).splitlines()[0]})")
     if info["missing_keys"]:
         die(f"model {path} lacks weights: {', '.join(sorted(info['missing_keys'])[:3])}")
     model = model.to(device).eval()

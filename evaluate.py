@@ -407,6 +407,8 @@ def report(conditions, tasks, cfg):
 
 
 def main(cfg):
+    if min(cfg.seeds, cfg.max_new_tokens, cfg.batch_tasks) < 1:
+        die("--seeds, --max_new_tokens and --batch_tasks are at least 1")
     tasks = load_tasks(cfg.tasks, cfg.num_tasks)
     if cfg.runs and cfg.compare:
         die("--runs and --compare are two different reports: give one")

@@ -186,6 +186,8 @@ def print_summary(summaries, token_rows, cfg):
 
 
 def main(cfg):
+    if min(cfg.rollouts, cfg.max_new_tokens, cfg.batch_tasks, cfg.row_tokens, cfg.chunk) < 1:
+        die("--rollouts, --max_new_tokens, --batch_tasks, --row_tokens and --chunk are at least 1")
     tasks = load_tasks(cfg.tasks, cfg.num_tasks)
     hints = load_hints(cfg.hints, tasks, cfg.control, cfg.seed)
     without = len(tasks) - len(hints)

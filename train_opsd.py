@@ -88,8 +88,10 @@ def check(cfg):
         (not 0 <= cfg.grpo_weight <= 1, "--grpo_weight lies between 0 and 1"),
         (mixes and cfg.rollouts_per_task < 2, "GRPO compares a task's rollouts: --rollouts_per_task 2 or more"),
         (cfg.temperature <= 0, "--temperature 0 has no distribution to distill"),
-        (min(cfg.steps, cfg.tasks_per_step, cfg.rollouts_per_task, cfg.max_new_tokens, cfg.eval_every, cfg.save_every) < 1,
-         "--steps, --tasks_per_step, --rollouts_per_task, --max_new_tokens, --eval_every and --save_every are at least 1"),
+        (min(cfg.steps, cfg.tasks_per_step, cfg.rollouts_per_task, cfg.max_new_tokens, cfg.eval_every, cfg.save_every, cfg.eval_seeds,
+             cfg.row_tokens, cfg.kl_chunk) < 1,
+         "--steps, --tasks_per_step, --rollouts_per_task, --max_new_tokens, --eval_every, --save_every, --eval_seeds, --row_tokens "
+         "and --kl_chunk are at least 1"),
     ]:
         if wrong:
             die(message)
