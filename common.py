@@ -4,6 +4,7 @@ tool calls, rendering, model and attention, the sampling engine, packed rows, me
 torch is imported at first use, so that `--help` answers at once; transformers and yaml inside the functions that need them.
 """
 import argparse
+import atexit
 import contextlib
 import dataclasses
 import fcntl
@@ -75,7 +76,7 @@ def parse_config(cls, argv=None):
     for field in dataclasses.fields(cls):
         default, kind = getattr(defaults, field.name), kinds[field.name]
         inner = (typing.get_args(kind) or (kind,))[0]  # of `float | None` and of list[float]: float
-        how = {"type": inner, "choices": field.metadata["choices"]}
+        how = {"type": finite if inner is float else inner, "choices": field.metadata["choices"]}
         if inner is bool:
             how = {"action": argparse.BooleanOptionalAction}
         elif typing.get_origin(kind) is list:
@@ -90,6 +91,16 @@ def parse_config(cls, argv=None):
     values = vars(parser.parse_args(argv))
     del values["presets"]
     return cls(**values)
+
+
+def finite(text):
+    """A float flag's value; nan and inf are numbers to float() and to nobody else."""
+    if not math.isfinite(value := float(text)):
+        raise argparse.ArgumentTypeError(f"invalid float value: {text!r}")
+    return value
+
+
+finite.__name__ = "float"  # the word in argparse's own messages
 
 
 def preset_flags(path):
@@ -126,6 +137,7 @@ def start_run(out_dir, cfg, inputs=(), ignore=()):
            "versions": {name: importlib.metadata.version(name) for name in ("numpy", "torch", "transformers")}
            | {"python": sys.version.split()[0]},
            "inputs": {str(path): fingerprint(path) for path in inputs}}
+    lock_folder(out_dir)
     path = out_dir / "config.json"
     if path.exists():
         earlier = json.loads(path.read_text("utf-8"))
@@ -141,9 +153,33 @@ def start_run(out_dir, cfg, inputs=(), ignore=()):
     commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True)
     if commit.returncode == 0:
         row["git_commit"] = commit.stdout.strip()
-    out_dir.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(row, indent=2) + "\n")
+    atexit.register(forget_empty_run, out_dir)
     return out_dir
+
+
+_locks = {}  # (device, inode) of a folder -> its open descriptor: the lock lasts as long as the process
+
+
+def lock_folder(folder):
+    """Makes the folder and keeps every other process from working in it until this one ends."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        status = os.stat(folder)
+        if (place := (status.st_dev, status.st_ino)) not in _locks:
+            descriptor = os.open(folder, os.O_RDONLY)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _locks[place] = descriptor
+    except BlockingIOError:
+        die(f"another process works in {folder}: wait for it, or choose another --out_dir")
+    except OSError as error:
+        die(f"cannot work in {folder}: {error.strerror}; choose another --out_dir")
+
+
+def forget_empty_run(out_dir):
+    """A start that failed before it made anything leaves no config.json behind, which would refuse the corrected command."""
+    if [path.name for path in out_dir.glob("*")] == ["config.json"]:
+        (out_dir / "config.json").unlink()
 
 
 def fingerprint(path):
@@ -166,8 +202,8 @@ def stable_seed(*parts):
 
 # Records: one UTF-8 JSON object per line.
 
-def read_jsonl(path, required=()):
-    """The rows of a JSONL file; a torn last line, left by a killed writer, is not one.
+def read_jsonl(path, required=(), torn=True):
+    """The rows of a JSONL file; a torn last line, left by a killed writer, is not one, or an error with torn=False.
 
     Raises Refusal that names file and line, for a bad line elsewhere and for a row without a `required` field.
     """
@@ -177,7 +213,7 @@ def read_jsonl(path, required=()):
         die(f"cannot read {path}: {error.strerror}")
     filled = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     rows = [(number, decode_row(line)) for number, line in filled]
-    if rows and rows[-1][1] is None:
+    if torn and rows and rows[-1][1] is None:
         rows.pop()
     for number, row in rows:
         if row is None:
@@ -199,7 +235,8 @@ def decode_row(line):
 
 def append_jsonl(path, row):
     """Appends a row in one write under an exclusive lock, after mending a torn tail. NaN and infinities raise ValueError."""
-    line = json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    # half a surrogate pair, which UTF-8 cannot hold, becomes its JSON escape
+    line = json.dumps(row, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace") + b"\n"
     with open(path, "a+b", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         if file.write(mend_tail(file, path) + line) < len(line):
@@ -254,7 +291,7 @@ class RowLog:
 
 def write_text(path, text):
     """Writes a whole file under a temporary name, then renames it: never half a file."""
-    Path(f"{path}.tmp").write_text(text, "utf-8")
+    Path(f"{path}.tmp").write_text(text, "utf-8", "backslashreplace")
     os.replace(f"{path}.tmp", path)
 
 
@@ -278,6 +315,13 @@ class Grade:
     action: str  # intended | substituted | abandoned | malformed
     feedback: str  # public: never the gold values
 
+    def __post_init__(self):
+        if self.action not in ("intended", "substituted", "abandoned", "malformed"):
+            raise ValueError(f"a world gave the action {self.action!r}: it is intended, substituted, abandoned or malformed")
+        self.reward = float(self.reward)  # numpy's numbers and bools are no JSON
+        if not 0 <= self.reward <= 1 or (self.action != "intended" and self.passed):
+            raise ValueError(f"a world gave the reward {self.reward} for {self.action}: it lies in [0, 1], and 1 is for intended only")
+
     @property
     def passed(self):
         return self.reward >= 1
@@ -293,7 +337,9 @@ def load_tasks(paths, num_tasks=0):
     num_tasks > 0 keeps a subset balanced over failure kinds: every kind's first task, then every kind's second, and so on,
     kinds in sorted order; the file order stays.
     """
-    tasks = [task for path in paths for task in read_jsonl(path, ("id", "world", "messages", "tools", "spec"))]
+    if num_tasks < 0:
+        die("--num_tasks is 0 for all, or a positive number")
+    tasks = [task for path in paths for task in read_jsonl(path, ("id", "world", "messages", "tools", "spec"), torn=False)]
     ranks, per_kind = {}, {}  # id -> (its number within its kind, kind)
     for task in tasks:
         if task["id"] in ranks:
@@ -303,6 +349,15 @@ def load_tasks(paths, num_tasks=0):
         ranks[task["id"]] = per_kind[kind], kind
     kept = set(sorted(ranks, key=ranks.get)[:num_tasks or None])
     return [task for task in tasks if task["id"] in kept]
+
+
+_THOUGHTS = re.compile(r"\A\s*<think>.*?(?:</think>|\Z)\s*", re.DOTALL)
+
+
+def world_files(tasks):
+    """The files that decide how the tasks are graded and which templates the scripted writer has: inputs of a run."""
+    folders = sorted({Path(load_world(task["world"]).__file__).parent for task in tasks})
+    return [path for folder in folders for name in ("env.py", "writer_rules.jsonl") if (path := folder / name).exists()]
 
 
 @functools.cache
@@ -328,7 +383,7 @@ def grade_completion(task, text):
         env = world.Env()
         try:
             env.reset(task)
-            env.step({"role": "assistant", "content": text})
+            env.step({"role": "assistant", "content": _THOUGHTS.sub("", text)})  # what was thought was not said
             return env.grade()
         except InfraError:
             if pause is None:
@@ -355,7 +410,7 @@ def load_hints(path, tasks, control="none", seed=0):
     if control == "empty" or str(path) in ("", "none"):
         return {task["id"]: {"id": task["id"], "hint_id": "empty", "hint": ""} for task in tasks}
     if not Path(path).exists():
-        die(f"there are no hints in {path} yet: run `python optimize_hints.py` first, or choose --hints none")
+        die(f"there are no hints in {path} (no such file): run `python optimize_hints.py` first, or name another file")
     rows = {row.get("id", ("kind", row.get("failure_kind"))): row for row in read_jsonl(path, ("hint",))}
     kinds = {task["id"]: task.get("failure_kind", "") for task in tasks}
     hints = {}
@@ -476,6 +531,8 @@ def load_model(path, device="cpu", dtype="float32"):
 
     Raises Refusal for a checkpoint that lacks weights and for a model that our attention cannot serve.
     """
+    if str(device).startswith("cuda") and not torch.cuda.is_available():
+        die(f"--device {device}: torch finds no GPU here; leave the flag out, or install a build of torch for your GPU")
     from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
     from transformers.masking_utils import sdpa_mask
     from transformers.utils import logging
@@ -487,7 +544,8 @@ def load_model(path, device="cpu", dtype="float32"):
         tokenizer = AutoTokenizer.from_pretrained(path)
         model, info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="nanoopsd", output_loading_info=True)
     except (OSError, ValueError, KeyError) as error:  # no such folder, no tokenizer in it, a kind of model that is unknown
-        die(f"cannot load model {path}: it is no Hugging Face folder of a causal LM ({str(error).splitlines()[0]})")
+        what = "it is no Hugging Face folder of a causal LM" if Path(path).is_dir() else "there is no such folder, nor a model hub that has it"
+        die(f"cannot load model {path}: {what} ({str(error).splitlines()[0]})")
     if info["missing_keys"]:
         die(f"model {path} lacks weights: {', '.join(sorted(info['missing_keys'])[:3])}")
     model = model.to(device).eval()

@@ -23,7 +23,8 @@ import numpy as np
 from tqdm import tqdm
 
 from common import (HFEngine, RowLog, bootstrap_ci, die, grade_or_stop, head_weight, load_hints, load_model, load_tasks, opt,
-                    pack_rows, packed_hidden, parse_config, render_prompt, sample_tasks, stable_seed, start_run, torch)
+                    pack_rows, packed_hidden, parse_config, render_prompt, sample_tasks, stable_seed, start_run, torch,
+                    world_files)
 
 
 @dataclass
@@ -188,13 +189,15 @@ def print_summary(summaries, token_rows, cfg):
 def main(cfg):
     if min(cfg.rollouts, cfg.max_new_tokens, cfg.batch_tasks, cfg.row_tokens, cfg.chunk) < 1:
         die("--rollouts, --max_new_tokens, --batch_tasks, --row_tokens and --chunk are at least 1")
+    if cfg.temperature <= 0:
+        die("--temperature is above 0: at 0 there are no log-probs to compare")
     tasks = load_tasks(cfg.tasks, cfg.num_tasks)
     hints = load_hints(cfg.hints, tasks, cfg.control, cfg.seed)
     without = len(tasks) - len(hints)
     if without:
         print(f"{without} of {len(tasks)} tasks have no hint and are left out")
     tasks = [task for task in tasks if task["id"] in hints] or die(f"{cfg.hints} has a hint for none of the tasks")
-    out_dir = start_run(cfg.out_dir, cfg, inputs=[*cfg.tasks, cfg.hints, cfg.model])
+    out_dir = start_run(cfg.out_dir, cfg, inputs=[*cfg.tasks, cfg.hints, cfg.model, *world_files(tasks)])
     token_rows, summaries = RowLog(out_dir / "kl_tokens.jsonl", ("id", "seed")), RowLog(out_dir / "kl_summary.jsonl", ("id",))
     model, tokenizer = load_model(cfg.model, cfg.device, cfg.dtype)
     engine = HFEngine(model, tokenizer)

@@ -33,7 +33,8 @@ from statistics import mean
 from tqdm import tqdm
 
 from common import (HFEngine, InfraError, RowLog, die, grade_completion, load_hints, load_model, load_tasks, load_world, opt,
-                    parse_config, parse_tool_calls, read_jsonl, render_prompt, sample_tasks, stable_seed, start_run, write_text)
+                    parse_config, parse_tool_calls, read_jsonl, render_prompt, sample_tasks, stable_seed, start_run, world_files,
+                    write_text)
 
 
 @dataclass
@@ -258,10 +259,13 @@ class OpenAIWriter:
         seed = stable_seed("writer", self.cfg.seed, view["id"], round_index) >> 32  # servers take 31 bits
         response = self.send(writer_messages(view), seed)
         choice = response.choices[0]
-        row = {"hint": (choice.message.content or "").split("</think>")[-1].strip(), "model": response.model, "seed": seed,
+        content = getattr(choice.message, "content", None)
+        content = content if isinstance(content, str) else ""  # a list or nothing: an empty hint, which the leak check turns down
+        row = {"hint": content.split("</think>")[-1].strip(), "model": response.model, "seed": seed,
                "finish_reason": choice.finish_reason or "stop"}
-        if response.usage:
-            row |= {"prompt_tokens": response.usage.prompt_tokens, "completion_tokens": response.usage.completion_tokens}
+        for field in ("prompt_tokens", "completion_tokens"):
+            if isinstance(count := getattr(response.usage, field, None), int):
+                row[field] = count
         return row
 
     def send(self, messages, seed):
@@ -598,12 +602,12 @@ def main(cfg):
             die(f"--writer {writer} and --{field} go together")
     if cfg.base_url and cfg.writer != "openai":
         die("--base_url needs --writer openai")
-    if min(cfg.max_rounds, cfg.fresh, cfg.concurrency) < 1 or min(cfg.confirm, cfg.max_retries) < 0:
-        die("max_rounds, fresh and concurrency are at least 1, confirm and max_retries at least 0")
+    if min(cfg.max_rounds, cfg.fresh, cfg.concurrency, cfg.max_new_tokens) < 1 or min(cfg.confirm, cfg.max_retries, cfg.temperature) < 0:
+        die("max_rounds, fresh, concurrency and max_new_tokens are at least 1, confirm, max_retries and temperature at least 0")
     tasks = load_tasks(cfg.tasks, cfg.num_tasks)
     if not tasks:
         die(f"no tasks in {', '.join(cfg.tasks)}")
-    start_run(cfg.out_dir, cfg, inputs=[*cfg.tasks, cfg.hints_file, cfg.model], ignore=FREE_FIELDS)
+    start_run(cfg.out_dir, cfg, inputs=[*cfg.tasks, cfg.hints_file, cfg.model, *world_files(tasks)], ignore=FREE_FIELDS)
     model, tokenizer = load_model(cfg.model, cfg.device, cfg.dtype)
     hints, trials, calls = search(cfg, tasks, HFEngine(model, tokenizer), tokenizer)
 

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from common import (HFEngine, append_jsonl, die, grade_or_stop, head_weight, load_hints, load_model, load_tasks, new_folder, opt,
                     pack_rows, packed_hidden, parse_config, read_jsonl, render_prompt, sample_tasks, stable_seed, start_run, torch,
-                    write_text)
+                    world_files, write_text)
 from evaluate import evaluate_model, refuse_overlap
 
 
@@ -87,7 +87,11 @@ def check(cfg):
         (gradient and (cfg.divergence != "reverse_kl" or cfg.top_k), "--divergence and --top_k need --loss dense"),
         (not 0 <= cfg.grpo_weight <= 1, "--grpo_weight lies between 0 and 1"),
         (mixes and cfg.rollouts_per_task < 2, "GRPO compares a task's rollouts: --rollouts_per_task 2 or more"),
-        (cfg.temperature <= 0, "--temperature 0 has no distribution to distill"),
+        (cfg.temperature <= 0, "--temperature is above 0: at 0 there is no distribution to distill"),
+        (min(cfg.lr, cfg.grad_clip) <= 0, "--lr and --grad_clip are above 0"),
+        (min(cfg.warmup_steps, cfg.weight_decay, cfg.top_k) < 0, "--warmup_steps, --weight_decay and --top_k are at least 0"),
+        (not 0 <= cfg.ema_decay <= 1, "--ema_decay lies between 0 and 1"),
+        (cfg.advantage_clip is not None and cfg.advantage_clip <= 0, "--advantage_clip is above 0"),
         (min(cfg.steps, cfg.tasks_per_step, cfg.rollouts_per_task, cfg.max_new_tokens, cfg.eval_every, cfg.save_every, cfg.eval_seeds,
              cfg.row_tokens, cfg.kl_chunk) < 1,
          "--steps, --tasks_per_step, --rollouts_per_task, --max_new_tokens, --eval_every, --save_every, --eval_seeds, --row_tokens "
@@ -407,7 +411,7 @@ def main(cfg):
     refuse_overlap(tasks, eval_tasks)
     hints = load_hints(cfg.hints, tasks, cfg.control, cfg.seed)
     trained = select_tasks(tasks, hints, cfg)
-    out_dir = start_run(cfg.out_dir, cfg, inputs=[*cfg.tasks, *cfg.eval_tasks, cfg.hints, cfg.model])
+    out_dir = start_run(cfg.out_dir, cfg, inputs=[*cfg.tasks, *cfg.eval_tasks, cfg.hints, cfg.model, *world_files([*tasks, *eval_tasks])])
     resumed, done = latest_checkpoint(out_dir, cfg.steps)
     if done == cfg.steps:
         return report(out_dir)
