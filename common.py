@@ -103,6 +103,13 @@ def finite(text):
 finite.__name__ = "float"  # the word in argparse's own messages
 
 
+def at_least(minimum, cfg, *fields):
+    """Refuses the first of the cfg's `fields` that lies below `minimum`."""
+    for field in fields:
+        if getattr(cfg, field) < minimum:
+            die(f"--{field} {getattr(cfg, field)}: it is at least {minimum}")
+
+
 def preset_flags(path):
     """The command line that the YAML file at `path` stands for."""
     import yaml
@@ -293,6 +300,10 @@ def write_text(path, text):
     """Writes a whole file under a temporary name, then renames it: never half a file."""
     Path(f"{path}.tmp").write_text(text, "utf-8", "backslashreplace")
     os.replace(f"{path}.tmp", path)
+
+
+def write_jsonl(path, rows):
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from common import (HFEngine, InfraError, RowLog, bootstrap_ci, die, grade_completion, load_model, load_tasks, opt, paired_ci,
+from common import (HFEngine, InfraError, RowLog, at_least, bootstrap_ci, die, grade_completion, load_model, load_tasks, opt, paired_ci,
                     parse_config, pass_at_k, read_jsonl, render_prompt, sample_tasks, stable_seed, start_run, world_files,
                     write_text)
 
@@ -131,7 +131,8 @@ def evaluate_folder(model_dir, out_dir, tasks, cfg):
     if "hints" in training:  # a checkpoint of train_opsd: beside it stands what it learned from
         hints = read_jsonl(training["hints"]) if Path(training["hints"]).is_file() else []
         refuse_overlap([*load_tasks(training["tasks"], training["num_tasks"]), *hints], tasks)
-    out_dir = start_run(out_dir, replace(cfg, model=model_dir), inputs=[*cfg.tasks, model_dir, *world_files(tasks)], ignore=("base", "runs", "compare"))
+    out_dir = start_run(out_dir, replace(cfg, model=model_dir), inputs=[*cfg.tasks, model_dir, *world_files(tasks)],
+                        ignore=("base", "runs", "compare"))
     model, tokenizer = load_model(model_dir, cfg.device, cfg.dtype)
     rows = evaluate_model(HFEngine(model, tokenizer), tokenizer, tasks, cfg.seeds, out_dir / "eval.jsonl", None, cfg.seed,
                           cfg.temperature, cfg.max_new_tokens, cfg.batch_tasks, cfg.enable_thinking)
@@ -408,10 +409,8 @@ def report(conditions, tasks, cfg):
 
 
 def main(cfg):
-    if min(cfg.seeds, cfg.max_new_tokens, cfg.batch_tasks) < 1:
-        die("--seeds, --max_new_tokens and --batch_tasks are at least 1")
-    if cfg.temperature < 0:
-        die("--temperature is at least 0")
+    at_least(1, cfg, "seeds", "max_new_tokens", "batch_tasks")
+    at_least(0, cfg, "temperature")
     tasks = load_tasks(cfg.tasks, cfg.num_tasks)
     if cfg.runs and cfg.compare:
         die("--runs and --compare are two different reports: give one")

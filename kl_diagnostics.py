@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from common import (HFEngine, RowLog, bootstrap_ci, die, grade_or_stop, head_weight, load_hints, load_model, load_tasks, opt,
+from common import (HFEngine, RowLog, at_least, bootstrap_ci, die, grade_or_stop, head_weight, load_hints, load_model, load_tasks, opt,
                     pack_rows, packed_hidden, parse_config, render_prompt, sample_tasks, stable_seed, start_run, torch,
                     world_files)
 
@@ -117,7 +117,7 @@ def score_completions(model, items, row_tokens=512, chunk=256, temperature=1.0):
             hidden = packed_hidden(model, row)  # (T, D), the states that predict row.targets
             for start in range(0, len(hidden), chunk):
                 targets = row.targets[start:start + chunk].to(hidden.device)
-                scores = torch.log_softmax((hidden[start:start + chunk] @ head.T).float() / (temperature or 1.0), -1)  # (C, V)
+                scores = torch.log_softmax((hidden[start:start + chunk] @ head.T).float() / temperature, -1)  # (C, V)
                 logprobs += scores.gather(-1, targets[:, None])[:, 0].tolist()
                 entropies += (-(scores.exp() * scores).sum(-1)).tolist()
     scored, at = [], 0
@@ -187,10 +187,9 @@ def print_summary(summaries, token_rows, cfg):
 
 
 def main(cfg):
-    if min(cfg.rollouts, cfg.max_new_tokens, cfg.batch_tasks, cfg.row_tokens, cfg.chunk) < 1:
-        die("--rollouts, --max_new_tokens, --batch_tasks, --row_tokens and --chunk are at least 1")
+    at_least(1, cfg, "rollouts", "max_new_tokens", "batch_tasks", "row_tokens", "chunk")
     if cfg.temperature <= 0:
-        die("--temperature is above 0: at 0 there are no log-probs to compare")
+        die("--temperature is above 0: D is a mean over what the student samples")
     tasks = load_tasks(cfg.tasks, cfg.num_tasks)
     hints = load_hints(cfg.hints, tasks, cfg.control, cfg.seed)
     without = len(tasks) - len(hints)

@@ -32,9 +32,9 @@ from statistics import mean
 
 from tqdm import tqdm
 
-from common import (HFEngine, InfraError, RowLog, die, grade_completion, load_hints, load_model, load_tasks, load_world, opt,
+from common import (HFEngine, InfraError, RowLog, at_least, die, grade_completion, load_hints, load_model, load_tasks, load_world, opt,
                     parse_config, parse_tool_calls, read_jsonl, render_prompt, sample_tasks, stable_seed, start_run, world_files,
-                    write_text)
+                    write_jsonl)
 
 
 @dataclass
@@ -486,10 +486,6 @@ def write_hints(cfg, writer, views, round_index, calls):
             future.result()
 
 
-def write_jsonl(path, rows):
-    write_text(path, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
-
-
 # The search.
 
 def search(cfg, tasks, engine, tokenizer):
@@ -602,8 +598,8 @@ def main(cfg):
             die(f"--writer {writer} and --{field} go together")
     if cfg.base_url and cfg.writer != "openai":
         die("--base_url needs --writer openai")
-    if min(cfg.max_rounds, cfg.fresh, cfg.concurrency, cfg.max_new_tokens) < 1 or min(cfg.confirm, cfg.max_retries, cfg.temperature) < 0:
-        die("max_rounds, fresh, concurrency and max_new_tokens are at least 1, confirm, max_retries and temperature at least 0")
+    at_least(1, cfg, "max_rounds", "fresh", "concurrency", "max_new_tokens")
+    at_least(0, cfg, "confirm", "max_retries", "temperature")
     tasks = load_tasks(cfg.tasks, cfg.num_tasks)
     if not tasks:
         die(f"no tasks in {', '.join(cfg.tasks)}")

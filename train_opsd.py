@@ -28,7 +28,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common import (HFEngine, append_jsonl, die, grade_or_stop, head_weight, load_hints, load_model, load_tasks, new_folder, opt,
+from common import (HFEngine, append_jsonl, at_least, die, grade_or_stop, head_weight, load_hints, load_model, load_tasks, new_folder, opt,
                     pack_rows, packed_hidden, parse_config, read_jsonl, render_prompt, sample_tasks, stable_seed, start_run, torch,
                     world_files, write_text)
 from evaluate import evaluate_model, refuse_overlap
@@ -89,16 +89,14 @@ def check(cfg):
         (mixes and cfg.rollouts_per_task < 2, "GRPO compares a task's rollouts: --rollouts_per_task 2 or more"),
         (cfg.temperature <= 0, "--temperature is above 0: at 0 there is no distribution to distill"),
         (min(cfg.lr, cfg.grad_clip) <= 0, "--lr and --grad_clip are above 0"),
-        (min(cfg.warmup_steps, cfg.weight_decay, cfg.top_k) < 0, "--warmup_steps, --weight_decay and --top_k are at least 0"),
         (not 0 <= cfg.ema_decay <= 1, "--ema_decay lies between 0 and 1"),
         (cfg.advantage_clip is not None and cfg.advantage_clip <= 0, "--advantage_clip is above 0"),
-        (min(cfg.steps, cfg.tasks_per_step, cfg.rollouts_per_task, cfg.max_new_tokens, cfg.eval_every, cfg.save_every, cfg.eval_seeds,
-             cfg.row_tokens, cfg.kl_chunk) < 1,
-         "--steps, --tasks_per_step, --rollouts_per_task, --max_new_tokens, --eval_every, --save_every, --eval_seeds, --row_tokens "
-         "and --kl_chunk are at least 1"),
     ]:
         if wrong:
             die(message)
+    at_least(1, cfg, "steps", "tasks_per_step", "rollouts_per_task", "max_new_tokens", "eval_every", "save_every", "eval_seeds",
+             "row_tokens", "kl_chunk")
+    at_least(0, cfg, "warmup_steps", "weight_decay", "top_k")
 
 
 def select_tasks(tasks, hints, cfg):

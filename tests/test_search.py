@@ -495,7 +495,7 @@ def test_a_prompt_that_does_not_fit_names_its_task(cfg, world):
 
 def child(world, kill_at, url, out_dir):
     cfg = Config(out_dir=out_dir, max_rounds=5, concurrency=3, **({"writer": "openai", "writer_model": "m", "base_url": url} if url else {}))
-    count, append, write = [0], common.append_jsonl, optimize_hints.write_text
+    count, append, write = [0], common.append_jsonl, common.write_text
 
     def dying(record, path, content):
         count[0] += 1
@@ -508,7 +508,7 @@ def child(world, kill_at, url, out_dir):
             os.kill(os.getpid(), signal.SIGKILL)
         record(path, content)
     common.append_jsonl = lambda path, row: dying(append, path, row)
-    optimize_hints.write_text = lambda path, text: dying(write, path, text)
+    common.write_text = lambda path, text: dying(write, path, text)
     search(cfg, [make_task(n, world) for n in range(4)], FakeEngine(), LetterTokenizer())
 
 

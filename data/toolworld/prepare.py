@@ -21,7 +21,8 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from common import (  # noqa: E402
-    HFEngine, grade_completion, load_model, read_jsonl, render_prompt, stable_seed, torch, write_text)
+    HFEngine, grade_completion, load_model, read_jsonl, render_prompt, sample_tasks, stable_seed, torch,
+    write_jsonl, write_text)
 from env import Env  # noqa: E402
 from scenarios import CHAT_KINDS, DEPARTMENT_OF, KINDS, TOOL_KINDS, call_text, make_task  # noqa: E402
 
@@ -58,8 +59,8 @@ def sample(engine, tokenizer, tasks, num, stream):
     """num hint-free completions of every task, as text."""
     prompts = [render_prompt(tokenizer, task["messages"], task["tools"]) for task in tasks]
     seeds = [[stable_seed("toolworld", stream, task["id"], j) for j in range(num)] for task in tasks]
-    return [[tokenizer.decode(s.ids, skip_special_tokens=True) for s in samples]
-            for samples in engine.generate(prompts, seeds, MAX_NEW_TOKENS)]
+    return [[sample.text for sample in of_task]
+            for of_task in sample_tasks(engine, tokenizer, tasks, prompts, seeds, MAX_NEW_TOKENS, 1.0)]
 
 
 def failures(engine, tokenizer, kinds, count):
@@ -126,7 +127,7 @@ def make_files():
     files["hard"] = [{"id": name} for name in sorted(random.Random(0).sample(hard, SIZES["hard"]))]
     print(f"hint-free student passes at most 2 of 8 on {len(hard)} of {len(tries)} tool-call failures")
     for name, rows in files.items():
-        write_text(HERE / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(HERE / f"{name}.jsonl", rows)
 
 
 def main():

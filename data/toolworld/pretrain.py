@@ -272,7 +272,7 @@ def measure(folder, num=220, samples=4):
 
     A completion is right, the habit, or neither (an upper bound on copying errors). Writes results/base.jsonl.
     """
-    from common import HFEngine, grade_completion, load_model, render_prompt, stable_seed
+    from common import HFEngine, grade_completion, load_model, render_prompt, sample_tasks, stable_seed, write_jsonl
     model, tokenizer = load_model(folder)
     engine, rng = HFEngine(model, tokenizer), random.Random(0)
     of_kind = {kind: [t for t in tools if DEPARTMENT_OF.get(t, t) != "facilities"] for kind, tools in KINDS.items()}
@@ -286,18 +286,19 @@ def measure(folder, num=220, samples=4):
         prompts = [render_prompt(tokenizer, task["messages"], task["tools"], hint)
                    for (task, *_), hint in zip(situations, hints)]
         seeds = [[stable_seed("measure", i, j) for j in range(samples)] for i in range(num)]
+        sampled = sample_tasks(engine, tokenizer, [task for task, *_ in situations], prompts, seeds, 96, 1.0)
         right = neither = 0
-        for (task, _, habit, _), group in zip(situations, engine.generate(prompts, seeds, 96)):
-            for text in (tokenizer.decode(sample.ids, skip_special_tokens=True) for sample in group):
-                passed = grade_completion(task, text).passed
+        for (task, _, habit, _), group in zip(situations, sampled):
+            for sample in group:
+                passed = grade_completion(task, sample.text).passed
                 right += passed
-                neither += not passed and text != habit
+                neither += not passed and sample.text != habit
         total = num * samples
         rows.append({"guidance": name, "right": round(right / total, 3), "neither": round(neither / total, 3),
                      "completions": total})
         print(rows[-1], flush=True)
     (HERE / "results").mkdir(exist_ok=True)
-    (HERE / "results" / "base.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(HERE / "results" / "base.jsonl", rows)
 
 
 def draw_conditions(rng, situations):

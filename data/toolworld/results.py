@@ -9,7 +9,6 @@
     python data/toolworld/results.py --num_tasks 22 --steps 2 --seeds 1 --out_dir out/try --report_dir out/try/report
 """
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -22,7 +21,7 @@ HERE, ROOT = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2
 sys.path.insert(0, str(ROOT))
 
 import evaluate  # noqa: E402
-from common import load_tasks  # noqa: E402
+from common import load_tasks, read_jsonl, write_jsonl  # noqa: E402
 
 CONDITIONS = ("shuffled", "human", "filter", "optimized")  # the last one is drawn by failure kind
 PRESETS = {"empty": "control_empty", "shuffled": "control_shuffled", "human": "human", "filter": "filter"}
@@ -78,14 +77,10 @@ def run_all(args):
             job.result()
 
 
-def read_rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def passes(folder):
     """{task id: passes over the evaluation seeds}"""
     counts = {}
-    for row in read_rows(ROOT / folder / "eval.jsonl"):
+    for row in read_jsonl(ROOT / folder / "eval.jsonl"):
         counts[row["id"]] = counts.get(row["id"], 0) + int(row["passed"])
     return counts
 
@@ -106,7 +101,7 @@ def condition_rows(runs):
 
 def teacher_rows(args):
     for name in TEACHERS:
-        summary = read_rows(ROOT / args.out_dir / f"kl-{name}" / "kl_summary.jsonl")
+        summary = read_jsonl(ROOT / args.out_dir / f"kl-{name}" / "kl_summary.jsonl")
         yield {"teacher": name, **means(summary, ("hinted_pass_rate", "pass_rate", "d")), "tasks": len(summary)}
 
 
@@ -137,11 +132,11 @@ def report(args):
         runs[condition] = [f"{args.out_dir}/{condition}-{seed}" for seed in range(args.seeds)]
     specs = [f"{condition}={','.join(folders)}" for condition, folders in runs.items()]
     teachers = list(teacher_rows(args))
-    hints = read_rows(ROOT / args.out_dir / "hints.jsonl")
+    hints = read_jsonl(ROOT / args.out_dir / "hints.jsonl")
     measures = ("hint_reward", "fresh_reward", "empty_reward", "passed", "num_rollouts")
     rows = [*condition_rows(runs), *teachers,
             {"search": "confidence", "tasks": len(hints), **means(hints, measures)}, *difference_rows(args, specs)]
-    (out / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(out / "results.jsonl", rows)
     (out / "teacher.md").write_text(teacher_table(teachers))
     subprocess.run([sys.executable, "evaluate.py", "--runs", *specs, *num_tasks(args), "--out_dir", args.report_dir],
                    cwd=ROOT, check=True)
