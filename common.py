@@ -552,13 +552,17 @@ def load_model(path, device="cpu", dtype="float32"):
     AttentionMaskInterface.register("nanoopsd", sdpa_mask)  # without it transformers would hand over no 2D mask at all
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model, info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="nanoopsd", output_loading_info=True)
+        tokenizer, adapter = AutoTokenizer.from_pretrained(path), Path(path) / "adapter_config.json"
+        weights = json.loads(adapter.read_text("utf-8"))["base_model_name_or_path"] if adapter.exists() else path
+        model, info = AutoModelForCausalLM.from_pretrained(weights, dtype=dtype, attn_implementation="nanoopsd", output_loading_info=True)
     except (OSError, ValueError, KeyError) as error:  # no such folder, no tokenizer in it, a kind of model that is unknown
         what = "it is no Hugging Face folder of a causal LM" if Path(path).is_dir() else "there is no such folder, nor a model hub that has it"
         die(f"cannot load model {path}: {what} ({str(error).splitlines()[0]})")
     if info["missing_keys"]:
         die(f"model {path} lacks weights: {', '.join(sorted(info['missing_keys'])[:3])}")
+    if adapter.exists():
+        from peft import PeftModel
+        model = PeftModel.from_pretrained(model, path).merge_and_unload()
     model = model.to(device).eval()
     for weight in model.parameters():
         # Weights mapped straight from a file stand at odd addresses, where a matrix product of one row rounds differently: a
@@ -587,6 +591,17 @@ def head_weight(model):
     if scaled or getattr(head, "bias", None) is not None:
         die(f"{model.config.model_type}: its logits are more than a matrix product ({', '.join(scaled) or 'bias'})")
     return head.weight
+
+
+def plain_weights(model):
+    """(Hugging Face name, tensor) of every weight: adapters merged into theirs, tied ones under both names."""
+    modules = dict(model.named_modules())
+    for name, weight in model.state_dict().items():
+        owner, adapted, last = name.partition(".base_layer.")
+        if adapted and last == "weight":
+            weight = (weight.float() + modules[owner].get_delta_weight("default").float()).to(weight.dtype)
+        if ".lora_" not in name:
+            yield f"{owner}.{last}" if adapted else name, weight
 
 
 def stop_ids(tokenizer, model):
@@ -675,12 +690,23 @@ def attention(module, query, key, value, attention_mask, scaling=None, shared_ca
 
     Without a cache it is transformers' SDPA attention: causal, or under the 2D or 4D boolean mask it is given.
     """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
     if shared_cache is not None:
         if shared_cache.num_own is not None:
             return shared_cache.attend(module.layer_idx, query, key, value, attention_mask, scaling), None
         shared_cache.store_prompts(module.layer_idx, key, value)
+    from torch.compiler import is_compiling
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+    if isinstance(attention_mask, BlockMask):
+        attend = flex_attention if is_compiling() else compiled(flex_attention)
+        return attend(query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True).transpose(1, 2), None
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+
+
+@functools.cache
+def compiled(function):
+    """torch.compile of a function, made once."""
+    return torch.compile(function)
 
 
 # The sampling engine.
@@ -853,13 +879,31 @@ def pack_rows(items, row_tokens):
     return [Row(**{name: torch.tensor(values, dtype=torch.long) for name, values in row.items()}) for row in rows]
 
 
+def visible(row):
+    """The mask rule of a packed row, for indices of a query and a key: same task, not later, in the prefix or the same branch."""
+    def rule(batch, head, query, key):
+        same_task = row.task[query] == row.task[key]
+        return same_task & (query >= key) & ((row.branch[key] == 0) | (row.branch[query] == row.branch[key]))
+    return rule
+
+
 def packed_hidden(model, row):
-    """(T, D): the final hidden states (after the last norm) that predict the row's completion tokens."""
+    """(T, D): the final hidden states (after the last norm) that predict the row's completion tokens.
+
+    On CUDA the mask is a BlockMask: blocks of 128 x 128 that nobody may see are skipped. Elsewhere it is a boolean (L, L).
+    """
     row = row.to(model.device)
-    visible = (row.task[:, None] == row.task) & ((row.branch == 0) | (row.branch[:, None] == row.branch))
-    mask = visible.tril()[None, None]  # (1, 1, L, L), query x key
-    hidden = model.base_model(row.input_ids[None], position_ids=row.position_ids[None], attention_mask=mask,
-                              use_cache=False).last_hidden_state
+    device, ids, positions = row.input_ids.device, row.input_ids, row.position_ids
+    if row.input_ids.is_cuda:
+        from torch.nn.attention.flex_attention import create_block_mask
+        fill = -len(ids) % 128  # whole blocks; what fills the last one belongs to no task
+        ids, positions = (torch.nn.functional.pad(x, (0, fill)) for x in (ids, positions))
+        row.task, row.branch = (torch.nn.functional.pad(x.int(), (0, fill), value=-1) for x in (row.task, row.branch))
+        mask = compiled(create_block_mask)(visible(row), None, None, len(ids), len(ids), device)
+    else:
+        index = torch.arange(len(ids), device=device)
+        mask = visible(row)(0, 0, index[:, None], index)[None, None]  # (1, 1, L, L), query x key
+    hidden = model.base_model(ids[None], position_ids=positions[None], attention_mask=mask, use_cache=False).last_hidden_state
     return hidden[0, row.predict]
 
 

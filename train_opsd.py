@@ -18,6 +18,8 @@ started again by the same command continues from its last checkpoint to the same
 
     python train_opsd.py
 """
+import functools
+import math
 import random
 import re
 import resource
@@ -29,7 +31,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from common import (HFEngine, append_jsonl, at_least, die, grade_or_stop, head_weight, load_hints, load_model, load_tasks, new_folder, opt,
-                    pack_rows, packed_hidden, parse_config, read_jsonl, render_prompt, sample_tasks, stable_seed, start_run, torch,
+                    pack_rows, packed_hidden, parse_config, plain_weights, read_jsonl, render_prompt, sample_tasks, stable_seed, start_run, torch,
                     world_files, write_text)
 from evaluate import evaluate_model, refuse_overlap
 
@@ -69,6 +71,10 @@ class Config:
     ema_decay: float = opt(0.99, "share of the old weights that the ema teacher keeps at each step")
     row_tokens: int = opt(512, "tokens of a packed row, the unit of one forward and backward pass")
     kl_chunk: int = opt(256, "completion tokens whose logits exist at a time")
+    lora_rank: int = opt(0, "train adapters of this rank on all linear layers, through peft; 0 = train every weight")
+    lora_alpha: float = opt(32.0, "an adapter's product is scaled by lora_alpha / lora_rank")
+    gradient_checkpointing: bool = opt(False, "keep a layer's input alone for the backward pass: less memory, a third more time")
+    compile: bool = opt(False, "torch.compile the layers: faster on a GPU after a minute or two of compilation")
     eval_tasks: list[str] = opt(["data/toolworld/eval_tool.jsonl", "data/toolworld/eval_chat.jsonl"], "held-out task files")
     eval_every: int = opt(10, "optimizer steps between evaluations (also before the first and after the last)")
     eval_seeds: int = opt(1, "samples per held-out task")
@@ -91,12 +97,15 @@ def check(cfg):
         (min(cfg.lr, cfg.grad_clip) <= 0, "--lr and --grad_clip are above 0"),
         (not 0 <= cfg.ema_decay <= 1, "--ema_decay lies between 0 and 1"),
         (cfg.advantage_clip is not None and cfg.advantage_clip <= 0, "--advantage_clip is above 0"),
+        (cfg.teacher == "ema" and cfg.dtype != "float32", "--teacher ema needs --dtype float32: a bfloat16 mean would stand still"),
+        (cfg.lora_rank and cfg.teacher == "ema", "--teacher ema averages every weight: it goes with --lora_rank 0"),
+        (cfg.lora_alpha <= 0, "--lora_alpha is above 0"),
     ]:
         if wrong:
             die(message)
     at_least(1, cfg, "steps", "tasks_per_step", "rollouts_per_task", "max_new_tokens", "eval_every", "save_every", "eval_seeds",
              "row_tokens", "kl_chunk")
-    at_least(0, cfg, "warmup_steps", "weight_decay", "top_k")
+    at_least(0, cfg, "warmup_steps", "weight_decay", "top_k", "lora_rank")
 
 
 def select_tasks(tasks, hints, cfg):
@@ -131,17 +140,59 @@ def drop_rows_after(path, step):
         write_text(path, "".join(line + "\n" for line in path.read_bytes().decode("utf-8", "replace").split("\n")[:kept]))
 
 
+def add_adapter(model, cfg, folder=None):
+    """Freezes the model and puts peft's LoRA adapters on its linear layers: new ones, or those saved in `folder`."""
+    try:
+        import peft  # optional: the adapters and their file format
+    except ImportError:
+        die("--lora_rank needs the package peft: pip install peft")
+    if folder:
+        model.load_adapter(folder, is_trainable=True)
+    else:
+        torch.manual_seed(stable_seed("adapter", cfg.seed))  # one factor starts at random, the other at zero
+        model.add_adapter(peft.LoraConfig(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"))
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(".lora_" in name)
+
+
+def prepare_layers(model, cfg):
+    """Applies --compile and --gradient_checkpointing to the model's layers. Sampling, which has a cache, goes on as it was."""
+    for layer in model.base_model.layers:
+        plain = forward = layer.forward
+        if cfg.compile:
+            forward = torch.compile(forward)
+        if cfg.gradient_checkpointing:
+            forward = functools.partial(torch.utils.checkpoint.checkpoint, forward, use_reentrant=False)
+        if forward is not plain:
+            layer.forward = lambda *args, forward=forward, plain=plain, **kwargs: (
+                plain if kwargs.get("shared_cache") else forward)(*args, **kwargs)
+
+
 def load_teacher(cfg, student, state):
-    """The model that scores: the student itself (live) or a second copy of the starting weights without gradient.
+    """The model that scores: the student itself (live), its weights without the adapter (LoRA), or a second copy of the starting
+    weights without gradient.
 
     `state` is the training state to resume from, {} in a fresh run.
     """
-    if cfg.teacher == "live":
+    if cfg.teacher == "live" or cfg.lora_rank:
         return student
     teacher, _ = load_model(cfg.model, cfg.device, cfg.dtype)
     if "teacher" in state:
         teacher.load_state_dict(state["teacher"])
     return teacher.requires_grad_(False)
+
+
+def teacher_states(teacher, rows, cfg):
+    """(T, D): the teacher's hidden states that predict the rows' completion tokens."""
+    without_adapter = cfg.lora_rank and cfg.teacher == "frozen"
+    if without_adapter:
+        teacher.disable_adapters()
+    try:
+        with torch.no_grad():
+            return torch.cat([packed_hidden(teacher, row) for row in rows])
+    finally:
+        if without_adapter:
+            teacher.enable_adapters()
 
 
 def update_ema(teacher, student, decay):
@@ -151,21 +202,77 @@ def update_ema(teacher, student, decay):
             old.lerp_(new, 1 - decay)
 
 
-def save_checkpoint(out_dir, step, cfg, model, tokenizer, optimizer, teacher):
+def trained_weights(model):
+    """[(weight, master)]: what the optimizer moves. The master of a bfloat16 weight is a float32 copy, since an update is
+    often smaller than the distance between two bfloat16 numbers; a float32 weight is its own."""
+    return [(weight, weight if weight.dtype == torch.float32 else torch.nn.Parameter(weight.detach().float()))
+            for weight in model.parameters() if weight.requires_grad]
+
+
+def update(optimizer, weights, grad_clip, bucket=2**28):
+    """One optimizer step from the weights' gradients, which it clears. Returns their norm before it was clipped to grad_clip.
+
+    Float32 gradients exist for about `bucket` numbers at a time. Raises RuntimeError when the norm is not finite.
+    """
+    norm = torch.nn.utils.clip_grad_norm_([weight for weight, _ in weights], grad_clip, error_if_nonfinite=True)
+    first = 0
+    while first < len(weights):
+        last, size = first, 0
+        while last < len(weights) and (last == first or size + weights[last][0].numel() <= bucket):
+            size, last = size + weights[last][0].numel(), last + 1
+        for weight, master in weights[first:last]:
+            if master is not weight:
+                master.grad, weight.grad = weight.grad.float(), None
+        optimizer.step()  # of the masters that have a gradient
+        for weight, master in weights[first:last]:
+            master.grad = None
+            if master is not weight:
+                weight.data.copy_(master.data)
+        first = last
+    return norm
+
+
+def save_checkpoint(out_dir, step, cfg, model, tokenizer, optimizer, weights, teacher):
     """Writes a Hugging Face folder under a temporary name, renames it, then removes the one before.
 
-    Before the last step it also holds training_state.pt. Step and seed name the data position and every random stream, so
-    no generator state is needed there.
+    Before the last step it also holds training_state.pt, and with LoRA the adapter in place of the weights; the finished
+    run's has the adapter merged in, and beside it in `adapter`. Step and seed name the data position and every random
+    stream, so no generator state is needed.
     """
     with new_folder(out_dir / ("checkpoint" if step == cfg.steps else f"checkpoint-{step}")) as folder:
-        model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        if cfg.lora_rank:
+            save_adapter(model, folder / "adapter" if step == cfg.steps else folder)
+        if not cfg.lora_rank:
+            model.save_pretrained(folder)
+        elif step == cfg.steps:
+            merged, _ = load_model(cfg.model, "cpu", cfg.dtype)
+            merged.load_state_dict(dict(plain_weights(model)))
+            merged.save_pretrained(folder)
         if step < cfg.steps:
-            state = {"optimizer": optimizer.state_dict()}
+            state = {"optimizer": optimizer.state_dict(), "masters": [master.data for weight, master in weights if master is not weight]}
             if cfg.teacher == "ema":
                 state["teacher"] = teacher.state_dict()
             torch.save(state, folder / "training_state.pt")
     latest_checkpoint(out_dir, cfg.steps)
+
+
+def save_adapter(model, folder):
+    """Writes peft's adapter files; raises ValueError when a tensor in them is not a matrix (a shard looks fine until it is loaded)."""
+    from safetensors import safe_open
+    model.save_pretrained(folder)
+    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}
+    check_adapter(shapes)
+
+
+def check_adapter(shapes):
+    """Raises ValueError unless the adapter tensors {name: shape} are matrices without an empty side, in pairs lora_A, lora_B."""
+    wrong = [f"{name} ({len(shape)}-D, {math.prod(shape)} values)" for name, shape in shapes.items() if len(shape) != 2 or not math.prod(shape)]
+    other = {"lora_A": "lora_B", "lora_B": "lora_A"}
+    alone = [name for name in shapes if not any(name.replace(a, b) in shapes for a, b in other.items() if a in name)]
+    if wrong or alone:
+        raise ValueError(f"an adapter would be saved broken: {', '.join(wrong + alone)}")
 
 
 def render_prompts(tokenizer, tasks, hints, cfg, max_length):
@@ -250,6 +357,11 @@ def divergence_and_gradient(logp, logq, divergence):
     return kl[:, 0], p * (ratio - kl)
 
 
+def reverse_kl_loss(logp, logq, span):
+    """Token loss of chunked_loss: KL(student || teacher). On a GPU fused_reverse_kl stands in for it."""
+    return divergence_and_gradient(logp, logq, "reverse_kl")
+
+
 def dense_loss(divergence="reverse_kl", top_k=0):
     """Token loss of chunked_loss: the divergence of student and teacher over the vocabulary.
 
@@ -257,6 +369,9 @@ def dense_loss(divergence="reverse_kl", top_k=0):
     same two distributions, so between 0 and the full value. The bucket's mass is a logsumexp over the rest (1 - sum of
     the others is noise in float32). top_k of the vocabulary's size or more is the full divergence.
     """
+    if (divergence, top_k) == ("reverse_kl", 0):
+        return reverse_kl_loss
+
     def token_loss(logp, logq, span):
         if not 0 < top_k < logp.shape[-1]:
             return divergence_and_gradient(logp, logq, divergence)
@@ -291,47 +406,135 @@ def policy_gradient_loss(targets, sampler_logprobs, grpo, weight, clip=None):
     return token_loss
 
 
-def recording(token_loss, targets, logprobs, kl):
-    """token_loss that also writes, into logprobs and kl (T,), log student(target) and KL(student || teacher) of each token."""
-    def recorded(logp, logq, span):
-        logprobs[span] = logp.gather(-1, targets[span, None])[:, 0]
-        kl[span] = (logp.exp() * (logp - logq)).sum(-1)
-        return token_loss(logp, logq, span)
-    return recorded
+@functools.cache
+def reverse_kl_kernel():
+    """The Triton kernel of fused_reverse_kl, made at its first use: Triton comes with the CUDA builds of torch only."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def kernel(s_ptr, t_ptr, gradient_ptr, kl_ptr, lse_ptr, parts_ptr, arrived_ptr, vocab, num_parts, scale,
+               block: tl.constexpr, max_parts: tl.constexpr):
+        # A row is split over num_parts programs. Each holds its part in registers, leaves five sums, waits for the others
+        # (programs start in order, so that those it waits for are running), and goes on with the sums of the whole row:
+        # every logit is read once.
+        row, part = (tl.program_id(0) // num_parts).to(tl.int64), tl.program_id(0) % num_parts
+        column = part * block + tl.arange(0, block)
+        inside = column < vocab
+        s = tl.load(s_ptr + row * vocab + column, mask=inside, other=-float("inf")).to(tl.float32) * scale
+        t = tl.load(t_ptr + row * vocab + column, mask=inside, other=-float("inf")).to(tl.float32) * scale
+        gap = tl.where(inside, s - t, 0.0)
+        max_s, max_t = tl.max(s, 0), tl.max(t, 0)
+        p = tl.exp(s - max_s)
+        mine = parts_ptr + row * 5 * max_parts + part
+        tl.store(mine, max_s)
+        tl.store(mine + max_parts, tl.sum(p, 0))
+        tl.store(mine + 2 * max_parts, tl.sum(p * gap, 0))
+        tl.store(mine + 3 * max_parts, max_t)
+        tl.store(mine + 4 * max_parts, tl.sum(tl.exp(t - max_t), 0))
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") + 1
+        while arrived < num_parts:
+            arrived = tl.atomic_add(arrived_ptr + row, 0, sem="acq_rel")
+
+        each = tl.arange(0, max_parts)
+        there, parts = each < num_parts, parts_ptr + row * 5 * max_parts + each
+        maxs_s = tl.load(parts, mask=there, other=-float("inf"), cache_modifier=".cg")
+        maxs_t = tl.load(parts + 3 * max_parts, mask=there, other=-float("inf"), cache_modifier=".cg")
+        max_s, max_t = tl.max(maxs_s, 0), tl.max(maxs_t, 0)
+        share = tl.exp(maxs_s - max_s)
+        sum_s = tl.sum(share * tl.load(parts + max_parts, mask=there, other=0.0, cache_modifier=".cg"), 0)
+        sum_gap = tl.sum(share * tl.load(parts + 2 * max_parts, mask=there, other=0.0, cache_modifier=".cg"), 0)
+        sum_t = tl.sum(tl.exp(maxs_t - max_t) * tl.load(parts + 4 * max_parts, mask=there, other=0.0, cache_modifier=".cg"), 0)
+        lse_s, lse_t = max_s + tl.log(sum_s), max_t + tl.log(sum_t)
+        kl = sum_gap / sum_s - (lse_s - lse_t)
+        # p * (log p - log q - KL) * scale, the gradient with respect to the logits before they were scaled
+        gradient = tl.exp(s - lse_s) * (gap - (lse_s - lse_t) - kl) * scale
+        tl.store(gradient_ptr + row * vocab + column, gradient.to(gradient_ptr.dtype.element_ty), mask=inside)
+        if part == 0:
+            tl.store(kl_ptr + row, kl)
+            tl.store(lse_ptr + row, lse_s)
+    return kernel
 
 
-def chunked_loss(token_loss, hidden_s, weight_s, hidden_t, weight_t, chunk=256, temperature=1.0):
-    """Sum over tokens of token_loss(logp (n, V), logq (n, V), span) -> loss (n,), gradient (n, V).
+def fused_reverse_kl(s, t, gradient, temperature=1.0, block=8192):
+    """(KL(student || teacher) (n,), student's logsumexp (n,)) of float32 logits (n, V) on a GPU; fills `gradient` (n, V).
 
-    The gradient is with respect to the student's logits / temperature. Hidden states (T, D) become logits only `chunk`
-    tokens at a time, and a chunk's loss and gradient are made together, so that (T, V) never exists whole. Log-softmax and
-    loss are float32. Differentiable in hidden_s and weight_s (V, D); the teacher (hidden_t, weight_t) is a constant.
+    One kernel and one read of the logits, where the plain code below makes several passes over float32 copies. The logits are
+    divided by the temperature; the gradient is with respect to those given.
     """
-    def logprobs(hidden, weight, span):
-        return torch.log_softmax((hidden[span] @ weight.T).float() / temperature, -1)
+    num, vocab = s.shape
+    num_parts = -(-vocab // block)
+    max_parts = 1 << (num_parts - 1).bit_length()
+    kl, lse = s.new_empty(2, num, dtype=torch.float32)
+    parts, arrived = s.new_empty(num, 5, max_parts, dtype=torch.float32), s.new_zeros(num, dtype=torch.int32)
+    reverse_kl_kernel()[(num * num_parts,)](s, t, gradient, kl, lse, parts, arrived, vocab, num_parts, 1 / temperature,
+                                            block=block, max_parts=max_parts, num_warps=8)
+    return kl, lse
+
+
+def logits_of(hidden, weight, out=None):
+    """hidden (n, D) @ weight.T (V, D) in float32: bfloat16 logits would blur a difference of 0.01 nats between two models."""
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        return torch.mm(hidden, weight.T, out_dtype=torch.float32, out=out)
+    return (hidden @ weight.T).float()
+
+
+def chunked_loss(token_loss, hidden_s, weight_s, hidden_t, weight_t, targets=None, chunk=256, temperature=1.0, weight_tokens=1408):
+    """(summed loss, log student(target) (T,), KL(student || teacher) (T,)) of T tokens, in nats.
+
+    token_loss(logp (n, V), logq (n, V), span) -> loss (n,), gradient (n, V) with respect to the student's logits over the
+    temperature. Logits exist for `chunk` tokens at a time and are float32; a chunk's loss and gradient are made together, so
+    that (T, V) never exists whole. The gradients of `weight_tokens` tokens are kept, in the dtype of the hidden states, for
+    one product that is added to the gradient of weight_s: few additions, few rounding errors. Differentiable in hidden_s (T, D)
+    and weight_s (V, D), the loss alone; the teacher (hidden_t, weight_t) is a constant.
+    """
+    fused = token_loss is reverse_kl_loss and hidden_s.is_cuda
 
     class ChunkedLoss(torch.autograd.Function):
         @staticmethod
         def forward(ctx, hidden, weight):
             total = torch.zeros((), dtype=torch.float64, device=hidden.device)  # the sum must not depend on the chunks
-            gradients = [torch.zeros_like(x, dtype=torch.float32) if needed else None
-                         for x, needed in zip((hidden, weight), ctx.needs_input_grad)]
-            for start in range(0, len(hidden), chunk):
-                span = slice(start, start + chunk)
-                logp, logq = logprobs(hidden, weight, span), logprobs(hidden_t, weight_t, span)
-                loss, gradient = token_loss(logp, logq, span)
-                total += loss.sum()
-                gradient = (gradient / temperature).to(hidden.dtype)
-                if gradients[0] is not None:
-                    gradients[0][span] = gradient @ weight
-                if gradients[1] is not None:
-                    gradients[1] += gradient.T @ hidden[span]
-            ctx.gradients = [None if x is None else x.to(hidden.dtype) for x in gradients]
-            return total.float()
+            logprobs, kls = torch.zeros(2, len(hidden), device=hidden.device)
+            grad_hidden, grad_weight = torch.empty_like(hidden), None
+            kept = hidden.new_empty(min(weight_tokens, len(hidden)), len(weight))
+            buffers = [hidden.new_empty(min(chunk, len(hidden)), len(weight), dtype=torch.float32) for _ in range(2)] if fused else []
+            for first in range(0, len(hidden), weight_tokens):
+                last = min(first + weight_tokens, len(hidden))
+                for start in range(first, last, chunk):
+                    span = slice(start, min(start + chunk, last))
+                    gradient = kept[start - first:span.stop - first]
+                    if fused:
+                        s, t = (logits_of(h[span], w, out=buffer[:len(gradient)])
+                                for h, w, buffer in zip((hidden, hidden_t), (weight, weight_t), buffers))
+                        loss, lse = fused_reverse_kl(s, t, gradient, temperature)
+                        kl, logprob = loss, lambda index: s.gather(-1, index)[:, 0] / temperature - lse
+                    else:
+                        logp, logq = (torch.log_softmax(logits_of(h[span], w) / temperature, -1)
+                                      for h, w in ((hidden, weight), (hidden_t, weight_t)))
+                        loss, exact = token_loss(logp, logq, span)
+                        gradient.copy_(exact / temperature)
+                        kl, logprob = (logp.exp() * (logp - logq)).sum(-1), lambda index: logp.gather(-1, index)[:, 0]
+                    total += loss.sum()
+                    kls[span] = kl
+                    if targets is not None:
+                        logprobs[span] = logprob(targets[span, None])
+                gradient = kept[:last - first]
+                torch.mm(gradient, weight, out=grad_hidden[first:last])
+                if ctx.needs_input_grad[1]:  # a frozen lm_head, as with LoRA, costs nothing here
+                    if grad_weight is None:
+                        grad_weight = gradient.T @ hidden[first:last]
+                    else:
+                        grad_weight.addmm_(gradient.T, hidden[first:last])
+            if grad_weight is None and ctx.needs_input_grad[1]:
+                grad_weight = torch.zeros_like(weight)
+            ctx.gradients = grad_hidden, grad_weight
+            ctx.mark_non_differentiable(logprobs, kls)
+            return total.float(), logprobs, kls
 
         @staticmethod
-        def backward(ctx, scale):
-            return tuple(None if x is None else x * scale for x in ctx.gradients)
+        def backward(ctx, scale, *_):
+            return tuple(None if x is None else x.mul_(scale) for x in ctx.gradients)
 
     return ChunkedLoss.apply(hidden_s, weight_s)
 
@@ -342,7 +545,7 @@ def chunked_kl(hidden_s, weight_s, hidden_t, weight_t, chunk=256, divergence="re
     hidden (T, D) are final hidden states, weight (V, D) the lm_head; both logits are divided by the temperature.
     Differentiable in hidden_s and weight_s, one chunk of logits at a time.
     """
-    return chunked_loss(dense_loss(divergence, top_k), hidden_s, weight_s, hidden_t, weight_t, chunk, temperature)
+    return chunked_loss(dense_loss(divergence, top_k), hidden_s, weight_s, hidden_t, weight_t, None, chunk, temperature)[0]
 
 
 @dataclass
@@ -381,6 +584,24 @@ def rollout_metrics(rollouts, rewards):
             "silent_groups_frac": float((rewards.std(-1, correction=0) < 1e-8).float().mean())}
 
 
+def student_pass(model, teacher, rows, hidden_t, loss_of, num_tokens, cfg):
+    """Forward and backward, row by row: adds the gradient of the step's mean loss to the weights' gradients.
+
+    loss_of(span) is the token loss of the completion tokens `span`, hidden_t (T, D) what the teacher made of them, num_tokens
+    the tokens of the whole step. Returns (mean loss, log student(target) (T,), KL(student || teacher) (T,)).
+    """
+    losses, logprobs, kls, start = [], [], [], 0
+    for row in rows:
+        span = slice(start, start := start + len(row.targets))
+        loss, logprob, kl = chunked_loss(loss_of(span), packed_hidden(model, row), head_weight(model), hidden_t[span],
+                                         head_weight(teacher), row.targets.to(hidden_t.device), cfg.kl_chunk, cfg.temperature)
+        (loss / num_tokens).backward()
+        losses.append(loss.detach())
+        logprobs.append(logprob)
+        kls.append(kl)
+    return float(torch.stack(losses).sum()) / num_tokens, torch.cat(logprobs), torch.cat(kls)
+
+
 def report(out_dir):
     """Prints the result of a finished run from its record files."""
     scores = {}
@@ -416,12 +637,19 @@ def main(cfg):
     for name in ("metrics.jsonl", "rollouts.jsonl", "eval.jsonl"):
         drop_rows_after(out_dir / name, done)
 
-    model, tokenizer = load_model(resumed or cfg.model, cfg.device, cfg.dtype)
+    model, tokenizer = load_model(cfg.model if cfg.lora_rank else resumed or cfg.model, cfg.device, cfg.dtype)
+    if cfg.lora_rank:
+        add_adapter(model, cfg, resumed)
     state = torch.load(resumed / "training_state.pt", map_location="cpu") if resumed else {}
     teacher = load_teacher(cfg, model, state)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay, fused=True)
+    for one in {model, teacher}:
+        prepare_layers(one, cfg)
+    weights = trained_weights(model)
+    optimizer = torch.optim.AdamW([master for _, master in weights], lr=cfg.lr, weight_decay=cfg.weight_decay, fused=True)
     if resumed:
         optimizer.load_state_dict(state["optimizer"])
+        for (_, master), saved in zip([pair for pair in weights if pair[0] is not pair[1]], state["masters"]):
+            master.data.copy_(saved)
     engine = HFEngine(model, tokenizer)  # samples from the weights in training: nothing to synchronise
     prompts = render_prompts(tokenizer, trained, hints, cfg, model.config.max_position_embeddings)
     pass_rates = [row["pass_rate"] for row in read_jsonl(out_dir / "metrics.jsonl")] if resumed else []
@@ -455,35 +683,28 @@ def main(cfg):
         weight = grpo_weight_at(step, cfg, pass_rates)
 
         # Teacher: the hidden states that predict the same tokens with the hint in the prefix.
-        with torch.no_grad():
-            hidden_t = torch.cat([packed_hidden(teacher, row) for row in teacher_rows])  # (T, D)
+        hidden_t = teacher_states(teacher, teacher_rows, cfg)  # (T, D)
         clock.append(time.time())
 
         # Student: loss and gradient row by row, divided once by the tokens of the whole step, then the update.
-        loss, start = 0.0, 0
-        logprobs, kl = torch.zeros(2, num_tokens, device=cfg.device)
-        for row in student_rows:
-            span = slice(start, start := start + len(row.targets))
-            token_loss = dense_loss(cfg.divergence, cfg.top_k) if cfg.loss == "dense" else policy_gradient_loss(
+        def loss_of(span):
+            return dense_loss(cfg.divergence, cfg.top_k) if cfg.loss == "dense" else policy_gradient_loss(
                 targets[span], sampler_logprobs[span], grpo[span], weight, cfg.advantage_clip)
-            row_loss = chunked_loss(recording(token_loss, targets[span], logprobs[span], kl[span]), packed_hidden(model, row),
-                                    head_weight(model), hidden_t[span], head_weight(teacher), cfg.kl_chunk, cfg.temperature)
-            (row_loss / num_tokens).backward()
-            loss += float(row_loss.detach()) / num_tokens
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip, error_if_nonfinite=True)
+        loss, logprobs, kl = student_pass(model, teacher, student_rows, hidden_t, loss_of, num_tokens, cfg)
         optimizer.param_groups[0]["lr"] = lr_at(step, cfg)
-        optimizer.step()
-        optimizer.zero_grad()
+        grad_norm = update(optimizer, weights, cfg.grad_clip)
         if cfg.teacher == "ema":
             update_ema(teacher, model, cfg.ema_decay)
         clock.append(time.time())
 
         # Records, held-out evaluation, checkpoint: in this order, so that a checkpoint vouches for all rows up to its step.
+        log_ratio = logprobs - sampler_logprobs  # trainer against sampler, nats
+        ratio = log_ratio.exp()
         metrics = {"step": step, "loss": loss, "reverse_kl": float(kl.mean()), "num_tokens": num_tokens,
                    "grad_norm": float(grad_norm), "lr": lr_at(step, cfg), **rollout_metrics(rollouts, rewards),
-                   "logprob_gap": float((logprobs - sampler_logprobs).abs().mean())}  # trainer against sampler, nats
+                   "row_fill": sum(len(row.input_ids) for row in student_rows) / (len(student_rows) * cfg.row_tokens),
+                   "logprob_gap": float(log_ratio.abs().mean()), "sampler_kl_k3": float((ratio - 1 - log_ratio).mean())}
         if cfg.loss == "policy_gradient":
-            ratio = (logprobs - sampler_logprobs).exp()
             metrics |= {"grpo_weight": weight, "ratio_mean": float(ratio.mean()),
                         "ratio_clipped_frac": float((ratio > 2).float().mean())}
         metrics |= {f"seconds_{name}": b - a for name, a, b in zip(("sample", "teacher", "student"), clock, clock[1:])}
@@ -496,7 +717,7 @@ def main(cfg):
         if step % cfg.eval_every == 0 or step == cfg.steps:
             evaluate(step)
         if step % cfg.save_every == 0 or step == cfg.steps:
-            save_checkpoint(out_dir, step, cfg, model, tokenizer, optimizer, teacher)
+            save_checkpoint(out_dir, step, cfg, model, tokenizer, optimizer, weights, teacher)
     bar.close()
     report(out_dir)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB

@@ -18,7 +18,7 @@ import common
 import train_opsd
 from common import head_weight, load_model, load_tasks, pack_rows, packed_hidden, read_jsonl, render_prompt
 from train_opsd import (Config, chunked_kl, chunked_loss, dense_loss, grpo_advantages, grpo_weight_at, lr_at, mix_advantages,
-                        policy_gradient_loss, recording, task_order)
+                        policy_gradient_loss, task_order)
 
 DIVERGENCES = ["reverse_kl", "forward_kl", "jsd"]
 
@@ -88,7 +88,7 @@ def test_kl_03_token_mean_over_the_whole_step(case):
     case = case("KL-03")
     values = torch.tensor([x for row, mask in zip(case["input"]["per_token_kl"], case["input"]["mask"]) for x, m in zip(row, mask) if m])
     x = torch.zeros(len(values), 2)
-    total = chunked_loss(lambda logp, logq, span: (values[span], torch.zeros_like(logp)), x, torch.eye(2), x, torch.eye(2), chunk=2)
+    total = chunked_loss(lambda logp, logq, span: (values[span], torch.zeros_like(logp)), x, torch.eye(2), x, torch.eye(2), chunk=2)[0]
     assert float(total) / len(values) == pytest.approx(case["expected"]["token_mean"], abs=1e-6)
     nothing, weight = torch.zeros(0, 4).requires_grad_(), torch.randn(6, 4).requires_grad_()  # every token masked
     loss = chunked_kl(nothing, weight, nothing.detach(), weight.detach())
@@ -191,7 +191,7 @@ def test_adv_02_the_reduction_is_the_token_mean(case):
     grpo = torch.tensor(advantages).repeat_interleave(torch.tensor(lengths))
     hidden, head = torch.zeros(num_tokens, 3), torch.eye(3)
     token_loss = policy_gradient_loss(torch.zeros(num_tokens, dtype=torch.long), torch.full((num_tokens,), -math.log(3)), grpo, weight=1)
-    loss = float(chunked_loss(token_loss, hidden, head, hidden, head)) / num_tokens
+    loss = float(chunked_loss(token_loss, hidden, head, hidden, head)[0]) / num_tokens
     assert loss == pytest.approx(case["expected"]["token_mean"], abs=1e-6)
 
 
@@ -206,7 +206,7 @@ def test_adv_04_sampled_advantages_have_the_dense_gradient(case):
 
     logits = p.log().repeat(3, 1).requires_grad_()  # one row for each token that can be sampled
     token_loss = policy_gradient_loss(torch.arange(3), p.log(), torch.full((3,), torch.nan), weight=0)
-    chunked_loss(token_loss, logits, torch.eye(3), q.log().repeat(3, 1), torch.eye(3), chunk=2).backward()
+    chunked_loss(token_loss, logits, torch.eye(3), q.log().repeat(3, 1), torch.eye(3), chunk=2)[0].backward()
     enumerated = (p[:, None] * logits.grad).sum(0)
     torch.testing.assert_close(-enumerated, torch.tensor(expected["expected_ascent_gradient_wrt_logits"]), atol=1e-6, rtol=0)
 
@@ -219,15 +219,14 @@ def test_importance_ratio_is_clipped_at_two_and_advantages_on_request():
     hidden, targets = torch.zeros(2, 4), torch.tensor([0, 1])
     sampler = torch.tensor([0.25, 0.05]).log()  # ratios 1 and 5
     for clip, advantage in ((None, 3.0), (0.5, 0.5)):
-        loss = chunked_loss(policy_gradient_loss(targets, sampler, torch.full((2,), 3.0), 1, clip), hidden, torch.eye(4), hidden, torch.eye(4))
+        loss = chunked_loss(policy_gradient_loss(targets, sampler, torch.full((2,), 3.0), 1, clip), hidden, torch.eye(4), hidden, torch.eye(4))[0]
         assert float(loss) == pytest.approx(-advantage * (1 + 2))
 
 
 def test_gen_02_trainer_and_sampler_temper_alike(case):
     case = case("GEN-02")
     logits, token, temperature = torch.tensor([case["input"]["logits"]]), case["input"]["sampled_id"], case["input"]["temperature"]
-    trainer, kl = torch.zeros(2, 1)
-    chunked_loss(recording(dense_loss(), torch.tensor([token]), trainer, kl), logits, torch.eye(3), logits, torch.eye(3), temperature=temperature)
+    _, trainer, _ = chunked_loss(dense_loss(), logits, torch.eye(3), logits, torch.eye(3), torch.tensor([token]), temperature=temperature)
     assert float(trainer) == pytest.approx(case["expected"]["logprob_tempered"], abs=1e-6)
 
 
@@ -328,7 +327,7 @@ def test_empty_hint_has_loss_zero_and_no_gradient(tiny, options):
         token_loss = policy_gradient_loss(targets, torch.full((len(targets),), -1.0), torch.ones(len(targets)), weight=0)
     else:
         token_loss = dense_loss(**options)
-    loss = chunked_loss(token_loss, hidden, head_weight(student), hidden_t, head_weight(teacher), chunk=5)
+    loss = chunked_loss(token_loss, hidden, head_weight(student), hidden_t, head_weight(teacher), chunk=5)[0]
     assert float(loss.detach()) == 0.0
     assert not gradients(student, loss).any()
 
