@@ -527,12 +527,125 @@ def place_hint(messages, hint, position="end"):
     return [*messages[:places[0]], {**at, "content": at["content"] + "\n" + hint}, *messages[places[0] + 1:]]
 
 
-def render_prompt(tokenizer, messages, tools, hint="", hint_position="end", enable_thinking=None):
-    """Token ids of the prompt up to the assistant's turn, the student's (hint "") as well as the teacher's."""
-    messages = [{**message, "content": message.get("content") or ""} for message in messages]
+# What a template that knows no tools cannot say, in the tags that parse_tool_calls reads: schemas, calls, tool responses.
+TOOLS_TEXT = """# Tools
+
+You can use these tools:
+{schemas}
+
+To use a tool, answer with its name and arguments as one JSON object between these tags and nothing else:
+<tool_call>
+{"name": "<tool name>", "arguments": {"<argument>": "<value>"}}
+</tool_call>
+When no tool is needed, answer in plain words."""
+
+
+def call_text(call):
+    """A recorded tool call as a model writes it. Arguments that are a string already are JSON text."""
+    call = call.get("function", call)
+    arguments = call["arguments"]
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return f'<tool_call>\n{{"name": {json.dumps(call["name"], ensure_ascii=False)}, "arguments": {arguments}}}\n</tool_call>'
+
+
+def tools_as_text(messages, tools):
+    """The messages for a template that knows no tools: schemas in the system message, calls as text of the assistant, tool
+    responses, of which several in a row make one message, as text of the user.
+    """
+    said, before = [], ""
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if role == "tool":
+            content = "Tool response:\n" + content  # small models copy a <tool_response> tag into their own turns
+            if before == "tool":
+                content = said.pop()["content"] + "\n" + content
+            said.append({"role": "user", "content": content})
+        else:
+            said.append({"role": role, "content": "\n".join(filter(None, [content, *map(call_text, message.get("tool_calls") or [])]))})
+        before = role
+    if tools:
+        schemas = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
+        system = said.pop(0)["content"] + "\n\n" if said[0]["role"] == "system" else ""
+        said.insert(0, {"role": "system", "content": system + TOOLS_TEXT.replace("{schemas}", schemas)})
+    return said
+
+
+@functools.cache
+def knows_tools(tokenizer):
+    """True when the chat template shows tool schemas, writes a call as parse_tool_calls reads it, and sets a tool's response
+    apart from the message of any other role. Where it does not, says so, once; render_prompt then puts all of it into text.
+    """
+    def render(messages, tools=None):
+        try:
+            return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+        except Exception:  # whatever a template raises: it does not take these messages
+            return ""
+
+    call = {"name": "probe_call", "arguments": {"probe_argument": "probe value"}}
+    asked = [{"role": "user", "content": "probe question"}]
+    called = [*asked, {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}]
+    tool, stranger = (render([*called, {"role": role, "content": "probe response"}]) for role in ("tool", "probe_role"))
+    function = {"name": "probe_schema", "description": "-", "parameters": {"type": "object", "properties": {}}}
+    missing = [what for what, is_there in (
+        ("tool schemas", "probe_schema" in render(asked, [{"type": "function", "function": function}])),
+        ("tool calls between <tool_call> tags", parse_tool_calls(tool) == ("ok", [call])),
+        ("tool responses", "probe response" in tool and tool != stranger.replace("probe_role", "tool"))) if not is_there]
+    if missing:
+        print(f"note: this model's chat template has no {', no '.join(missing)}: schemas go into the system message as text, calls and "
+              "responses into the turns of assistant and user")
+    return not missing
+
+
+def load_demos(path):
+    """The messages of a file of solved examples, one after the other; none for path "".
+
+    A row's `messages` begin with a user message and end with an assistant's. Raises Refusal that names the row.
+    """
+    rows = read_jsonl(path, ("messages",), torn=False) if path else []
+    for number, row in enumerate(rows, 1):
+        roles = [message.get("role") for message in row["messages"]]
+        if not roles or roles[0] != "user" or roles[-1] != "assistant" or not set(roles) <= {"user", "assistant", "tool"}:
+            die(f"{path} row {number}: a demonstration begins with a user message, ends with an assistant's and has no system message")
+    return [message for row in rows for message in row["messages"]]
+
+
+def render_prompt(tokenizer, messages, tools, hint="", hint_position="end", enable_thinking=None, demos=()):
+    """Token ids of the prompt up to the assistant's turn, the student's (hint "") as well as the teacher's.
+
+    demos: messages of solved examples (load_demos); they stand after the system message, before the conversation. Blanks at
+    the end of a message are cut, since some templates cut them and a hint would bring them back; not those of an assistant.
+    Raises Refusal for a model without a chat template, and with what the template itself objects to.
+    """
+    def plain(message):
+        content = message.get("content") or ""
+        return {**message, "content": content if message["role"] == "assistant" else content.rstrip()}
+
+    messages = place_hint(list(map(plain, messages)), hint, hint_position)
+    after_system = int(messages[0]["role"] == "system")
+    messages[after_system:after_system] = map(plain, demos)
+    uses_tools = tools or any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
+    if uses_tools and not knows_tools(tokenizer):
+        messages, tools = tools_as_text(messages, tools), None
     options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-    return list(tokenizer.apply_chat_template(place_hint(messages, hint, hint_position), tools=tools or None, tokenize=True,
-                                              add_generation_prompt=True, return_dict=True, **options)["input_ids"])
+    from jinja2 import TemplateError
+    try:
+        return list(tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=True, add_generation_prompt=True,
+                                                  return_dict=True, **options)["input_ids"])
+    except (ValueError, TypeError, TemplateError) as error:
+        die(f"the model's chat template cannot render a prompt: {(str(error).strip() or type(error).__name__).splitlines()[0]}")
+
+
+def completion_text(tokenizer, prompt, ids):
+    """The text of the sampled ids, for the grader: special tokens are left out, the tags of calls and thoughts are not.
+
+    Some tokenizers call these tags special too. A thought that the prompt has opened gets its opening tag back.
+    """
+    tags = {"<tool_call>", "</tool_call>", "<think>", "</think>"}
+    left_out = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special and token.content not in tags}
+    opened = tokenizer.decode(prompt[-4:]).rstrip().endswith("<think>")
+    kept = [i for i in ids if i not in left_out]
+    return "<think>" * opened + tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 # Model and attention.
@@ -830,8 +943,9 @@ def sample_tasks(engine, tokenizer, tasks, prompts, seeds, max_new_tokens, tempe
             if not found:
                 raise
             die(f"task {tasks[int(found[1])]['id']}: {error}")
-    for sample in (sample for of_task in samples for sample in of_task):
-        sample.text = tokenizer.decode(sample.ids, skip_special_tokens=True)
+    for prompt, of_task in zip(prompts, samples):
+        for sample in of_task:
+            sample.text = completion_text(tokenizer, prompt, sample.ids)
     return samples
 
 

@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from common import (HFEngine, InfraError, RowLog, at_least, bootstrap_ci, die, grade_completion, load_model, load_tasks, opt, paired_ci,
-                    parse_config, pass_at_k, read_jsonl, render_prompt, sample_tasks, stable_seed, start_run, world_files,
+from common import (HFEngine, InfraError, RowLog, at_least, bootstrap_ci, die, grade_completion, load_demos, load_model, load_tasks, opt,
+                    paired_ci, parse_config, pass_at_k, read_jsonl, render_prompt, sample_tasks, stable_seed, start_run, world_files,
                     write_text)
 
 
@@ -40,6 +40,7 @@ class Config:
     max_new_tokens: int = opt(96, "longest completion")
     batch_tasks: int = opt(64, "tasks per engine batch")
     enable_thinking: bool | None = opt(None, "passed to the chat template")
+    demos: str = opt("", "JSONL file of solved examples that every prompt shows before its conversation")
     runs: list[str] = opt([], "only report these conditions: name=folder, or name=folder,folder with a folder per training seed")
     compare: list[str] = opt([], "only compare two such conditions: second minus first")
     out_dir: str = opt("out/eval", "results folder")
@@ -50,7 +51,7 @@ class Config:
 # Sampling and grading.
 
 def evaluate_model(engine, tokenizer, tasks, seeds, path=None, key=None, seed=0, temperature=1.0, max_new_tokens=96,
-                   batch_tasks=64, enable_thinking=None):
+                   batch_tasks=64, enable_thinking=None, demos=()):
     """Grades `seeds` hint-free completions of every task; returns the rows, task by task.
 
     path: where rows are appended as they come. Finished rows already there are kept, rows with an
@@ -66,7 +67,8 @@ def evaluate_model(engine, tokenizer, tasks, seeds, path=None, key=None, seed=0,
         places = [[{**key, "id": task["id"], "seed": k} for k in range(seeds)] for task in batch]
         if not all(log.get(place) for of_task in places for place in of_task):
             # The whole batch again: its shape changes low bits of the logits, and so now and then a sample.
-            prompts = [render_prompt(tokenizer, task["messages"], task["tools"], enable_thinking=enable_thinking) for task in batch]
+            prompts = [render_prompt(tokenizer, task["messages"], task["tools"], enable_thinking=enable_thinking, demos=demos)
+                       for task in batch]
             streams = [[stable_seed("evaluate", seed, task["id"], k) for k in range(seeds)] for task in batch]
             samples = sample_tasks(engine, tokenizer, batch, prompts, streams, max_new_tokens, temperature)
             for task, of_task, task_samples in zip(batch, places, samples):
@@ -131,11 +133,11 @@ def evaluate_folder(model_dir, out_dir, tasks, cfg):
     if "hints" in training:  # a checkpoint of train_opsd: beside it stands what it learned from
         hints = read_jsonl(training["hints"]) if Path(training["hints"]).is_file() else []
         refuse_overlap([*load_tasks(training["tasks"], training["num_tasks"]), *hints], tasks)
-    out_dir = start_run(out_dir, replace(cfg, model=model_dir), inputs=[*cfg.tasks, model_dir, *world_files(tasks)],
+    out_dir = start_run(out_dir, replace(cfg, model=model_dir), inputs=[*cfg.tasks, cfg.demos, model_dir, *world_files(tasks)],
                         ignore=("base", "runs", "compare"))
     model, tokenizer = load_model(model_dir, cfg.device, cfg.dtype)
     rows = evaluate_model(HFEngine(model, tokenizer), tokenizer, tasks, cfg.seeds, out_dir / "eval.jsonl", None, cfg.seed,
-                          cfg.temperature, cfg.max_new_tokens, cfg.batch_tasks, cfg.enable_thinking)
+                          cfg.temperature, cfg.max_new_tokens, cfg.batch_tasks, cfg.enable_thinking, load_demos(cfg.demos))
     cut = sum(row["finish_reason"] == "length" for row in rows)
     print(f"{out_dir}: {len(tasks)} tasks x {cfg.seeds} seeds of {model_dir}, {cut} completions cut at {cfg.max_new_tokens} tokens")
 

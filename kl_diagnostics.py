@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from common import (HFEngine, RowLog, at_least, bootstrap_ci, die, grade_or_stop, head_weight, load_hints, load_model, load_tasks, opt,
-                    pack_rows, packed_hidden, parse_config, render_prompt, sample_tasks, stable_seed, start_run, torch,
+from common import (HFEngine, RowLog, at_least, bootstrap_ci, die, grade_or_stop, head_weight, load_demos, load_hints, load_model,
+                    load_tasks, opt, pack_rows, packed_hidden, parse_config, render_prompt, sample_tasks, stable_seed, start_run, torch,
                     world_files)
 
 
@@ -35,6 +35,7 @@ class Config:
     control: str = opt("none", "use empty hints, or each task's from another failure kind", ["none", "empty", "shuffled"])
     hint_position: str = opt("end", "where the hint stands in the prefix", ["end", "system", "first_user"])
     enable_thinking: bool | None = opt(None, "passed to the chat template")
+    demos: str = opt("", "JSONL file of solved examples that every prompt shows before its conversation")
     model: str = opt("data/toolworld/base", "Hugging Face folder, student and teacher in one")
     rollouts: int = opt(4, "completions per task and role")
     temperature: float = opt(1.0, "divides the logits of both roles, in sampling and in scoring")
@@ -134,7 +135,8 @@ def measure_batch(engine, tokenizer, tasks, hints, cfg):
     prompts, samples = {}, {}
     streams = [[stable_seed("kl", cfg.seed, task["id"], k) for k in range(cfg.rollouts)] for task in tasks]
     for role, texts in (("student", [""] * len(tasks)), ("teacher", [hints[task["id"]]["hint"] for task in tasks])):
-        prompts[role] = [render_prompt(tokenizer, task["messages"], task["tools"], hint, cfg.hint_position, cfg.enable_thinking)
+        prompts[role] = [render_prompt(tokenizer, task["messages"], task["tools"], hint, cfg.hint_position, cfg.enable_thinking,
+                                       load_demos(cfg.demos))
                          for task, hint in zip(tasks, texts)]
         samples[role] = sample_tasks(engine, tokenizer, tasks, prompts[role], streams, cfg.max_new_tokens, cfg.temperature)
     # Both roles score the student's and the teacher's completions, although the teacher's own scores of the latter are
@@ -196,7 +198,7 @@ def main(cfg):
     if without:
         print(f"{without} of {len(tasks)} tasks have no hint and are left out")
     tasks = [task for task in tasks if task["id"] in hints] or die(f"{cfg.hints} has a hint for none of the tasks")
-    out_dir = start_run(cfg.out_dir, cfg, inputs=[*cfg.tasks, cfg.hints, cfg.model, *world_files(tasks)])
+    out_dir = start_run(cfg.out_dir, cfg, inputs=[*cfg.tasks, cfg.hints, cfg.demos, cfg.model, *world_files(tasks)])
     token_rows, summaries = RowLog(out_dir / "kl_tokens.jsonl", ("id", "seed")), RowLog(out_dir / "kl_summary.jsonl", ("id",))
     model, tokenizer = load_model(cfg.model, cfg.device, cfg.dtype)
     engine = HFEngine(model, tokenizer)

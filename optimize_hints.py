@@ -32,9 +32,9 @@ from statistics import mean
 
 from tqdm import tqdm
 
-from common import (HFEngine, InfraError, RowLog, at_least, die, grade_completion, load_hints, load_model, load_tasks, load_world, opt,
-                    parse_config, parse_tool_calls, read_jsonl, render_prompt, sample_tasks, stable_seed, start_run, world_files,
-                    write_jsonl)
+from common import (HFEngine, InfraError, RowLog, at_least, die, grade_completion, load_demos, load_hints, load_model, load_tasks,
+                    load_world, opt, parse_config, parse_tool_calls, read_jsonl, render_prompt, sample_tasks, stable_seed, start_run,
+                    world_files, write_jsonl)
 
 
 @dataclass
@@ -54,6 +54,7 @@ class Config:
     max_new_tokens: int = opt(96, "of a rollout")
     hint_position: str = opt("end", "the message that takes the hint", ["end", "system", "first_user"])
     enable_thinking: bool | None = opt(None, "passed to the chat template where set")
+    demos: str = opt("", "JSONL file of solved examples that every prompt shows before its conversation")
     seed: int = opt(0, "names every random stream")
     device: str = opt("cpu", "cpu | cuda")
     dtype: str = opt("float32", "of the weights", ["float32", "bfloat16"])
@@ -449,7 +450,8 @@ def roll_out(cfg, requests, tasks, engine, tokenizer, log):
     if not all(log.get(row) for rows in wanted for row in rows):
         # A batch that was cut is generated whole: its shape changes low bits, and so a few samples.
         batch = [tasks[row["id"]] for row, _ in requests]
-        prompts = [render_prompt(tokenizer, task["messages"], task["tools"], row["hint"], cfg.hint_position, cfg.enable_thinking)
+        prompts = [render_prompt(tokenizer, task["messages"], task["tools"], row["hint"], cfg.hint_position, cfg.enable_thinking,
+                                 load_demos(cfg.demos))
                    for task, (row, _) in zip(batch, requests)]
         samples = sample_tasks(engine, tokenizer, batch, prompts, [seeds for _, seeds in requests], cfg.max_new_tokens,
                                cfg.temperature)
@@ -603,7 +605,7 @@ def main(cfg):
     tasks = load_tasks(cfg.tasks, cfg.num_tasks)
     if not tasks:
         die(f"no tasks in {', '.join(cfg.tasks)}")
-    start_run(cfg.out_dir, cfg, inputs=[*cfg.tasks, cfg.hints_file, cfg.model, *world_files(tasks)], ignore=FREE_FIELDS)
+    start_run(cfg.out_dir, cfg, inputs=[*cfg.tasks, cfg.hints_file, cfg.demos, cfg.model, *world_files(tasks)], ignore=FREE_FIELDS)
     model, tokenizer = load_model(cfg.model, cfg.device, cfg.dtype)
     hints, trials, calls = search(cfg, tasks, HFEngine(model, tokenizer), tokenizer)
 

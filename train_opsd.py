@@ -30,9 +30,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common import (HFEngine, append_jsonl, at_least, die, grade_or_stop, head_weight, load_hints, load_model, load_tasks, new_folder, opt,
-                    pack_rows, packed_hidden, parse_config, plain_weights, read_jsonl, render_prompt, sample_tasks, stable_seed, start_run, torch,
-                    world_files, write_text)
+from common import (HFEngine, append_jsonl, at_least, die, grade_or_stop, head_weight, load_demos, load_hints, load_model, load_tasks,
+                    new_folder, opt, pack_rows, packed_hidden, parse_config, plain_weights, read_jsonl, render_prompt, sample_tasks,
+                    stable_seed, start_run, torch, world_files, write_text)
 from evaluate import evaluate_model, refuse_overlap
 
 
@@ -46,6 +46,7 @@ class Config:
     min_hint_reward: float = opt(0.0, "only tasks whose hint_reward is at least this")
     hint_position: str = opt("end", "where the teacher's hint stands in the prefix", ["end", "system", "first_user"])
     enable_thinking: bool | None = opt(None, "passed to the chat template")
+    demos: str = opt("", "JSONL file of solved examples that every prompt shows before its conversation")
     model: str = opt("data/toolworld/base", "Hugging Face folder to start from; the frozen teacher too")
     out_dir: str = opt("out/opsd", "run folder; the same command resumes a run that was cut")
     steps: int = opt(60, "optimizer steps")
@@ -277,10 +278,10 @@ def check_adapter(shapes):
 
 def render_prompts(tokenizer, tasks, hints, cfg, max_length):
     """{task id: (student ids, teacher ids)}: the same prefix without and with the hint."""
-    prompts = {}
+    prompts, demos = {}, load_demos(cfg.demos)
     for task in tasks:
         student, teacher = (render_prompt(tokenizer, task["messages"], task["tools"], hint, cfg.hint_position,
-                                          cfg.enable_thinking) for hint in ("", hints[task["id"]]["hint"]))
+                                          cfg.enable_thinking, demos) for hint in ("", hints[task["id"]]["hint"]))
         if max(len(student), len(teacher)) + cfg.max_new_tokens > max_length:
             die(f"task {task['id']}: {max(len(student), len(teacher))} tokens of prompt and {cfg.max_new_tokens} new ones "
                 f"do not fit the model's {max_length}")
@@ -630,7 +631,8 @@ def main(cfg):
     refuse_overlap(tasks, eval_tasks)
     hints = load_hints(cfg.hints, tasks, cfg.control, cfg.seed)
     trained = select_tasks(tasks, hints, cfg)
-    out_dir = start_run(cfg.out_dir, cfg, inputs=[*cfg.tasks, *cfg.eval_tasks, cfg.hints, cfg.model, *world_files([*tasks, *eval_tasks])])
+    out_dir = start_run(cfg.out_dir, cfg, inputs=[*cfg.tasks, *cfg.eval_tasks, cfg.hints, cfg.demos, cfg.model,
+                                             *world_files([*tasks, *eval_tasks])])
     resumed, done = latest_checkpoint(out_dir, cfg.steps)
     if done == cfg.steps:
         return report(out_dir)
@@ -658,7 +660,7 @@ def main(cfg):
 
     def evaluate(step):
         evaluate_model(engine, tokenizer, eval_tasks, cfg.eval_seeds, out_dir / "eval.jsonl", {"step": step}, cfg.seed,
-                       cfg.temperature, cfg.max_new_tokens, enable_thinking=cfg.enable_thinking)
+                       cfg.temperature, cfg.max_new_tokens, enable_thinking=cfg.enable_thinking, demos=load_demos(cfg.demos))
 
     if done == 0:
         evaluate(0)

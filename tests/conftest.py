@@ -11,18 +11,22 @@ sys.path.insert(0, str(HERE.parent))
 
 import pytest  # noqa: E402
 
-from common import load_world, read_jsonl  # noqa: E402
+from common import call_text, load_world, read_jsonl  # noqa: E402
 
 TEMPLATE = HERE.parent / "data/toolworld/base/chat_template.jinja"
 
 
 class LetterTokenizer:
-    """One id per character, no template."""
+    """One id per character; its template knows tools and writes nothing but contents."""
+    added_tokens_decoder = {}
 
-    def apply_chat_template(self, messages, **options):
+    def apply_chat_template(self, messages, tools=None, tokenize=True, **options):
+        if not tokenize:  # what knows_tools looks for
+            calls = [call_text(call) for message in messages for call in message.get("tool_calls", [])]
+            return "".join([str(tools), *calls, *(f"[{m['role'] == 'tool'}]{m['content']}" for m in messages)])
         return {"input_ids": [ord(letter) for message in messages for letter in message["content"]]}
 
-    def decode(self, ids, skip_special_tokens):
+    def decode(self, ids, **options):
         return "".join(map(chr, ids))
 
 

@@ -61,7 +61,7 @@ class FakeEngine:
         self.batches = []
 
     def generate(self, prompts, seeds, *rest, **options):
-        self.batches.append([(LetterTokenizer().decode(ids, True), of) for ids, of in zip(prompts, seeds)])
+        self.batches.append([(LetterTokenizer().decode(ids), of) for ids, of in zip(prompts, seeds)])
         shape = sum(map(len, prompts))
         texts = [[f"{'ok' if seed % 5 < (4 if 'Magic' in prompt else 1) else 'no'} {shape}" for seed in of] for prompt, of in self.batches[-1]]
         return [[Sample([ord(letter) for letter in text], [0.0] * len(text), "stop") for text in of] for of in texts]
@@ -417,7 +417,7 @@ def test_search_rows_seeds_and_rewards(cfg, world):
     first, second = engine.batches[:2]  # lockstep: all tasks, then the promising ones
     assert len(first) == 8 and all(len(seeds) == 1 for _, seeds in first) and all(len(seeds) == 2 for _, seeds in second)
     assert len(engine.batches) <= 2 * cfg.max_rounds + 1
-    prefix = {LetterTokenizer().decode(LetterTokenizer().apply_chat_template(t["messages"])["input_ids"], True) for t in tasks}
+    prefix = {LetterTokenizer().decode(LetterTokenizer().apply_chat_template(t["messages"])["input_ids"]) for t in tasks}
     assert all(any(prompt.startswith(p) for p in prefix) for batch in engine.batches for prompt, _ in batch)  # the same prefix every time
 
 
