@@ -212,7 +212,10 @@ def update(optimizer, weights, grad_clip, bucket=2**28):
 
     Float32 gradients exist for about `bucket` numbers at a time. Raises RuntimeError when the norm is not finite.
     """
-    norm = torch.nn.utils.clip_grad_norm_([weight for weight, _ in weights], grad_clip, error_if_nonfinite=True)
+    gradients = [weight.grad for weight, _ in weights if weight.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients, error_if_nonfinite=True)
+    if norm > grad_clip:
+        torch.nn.utils.clip_grads_with_norm_([weight for weight, _ in weights], grad_clip, norm)
     first = 0
     while first < len(weights):
         last, size = first, 0
@@ -411,7 +414,15 @@ def reverse_kl_kernel():
     import triton.language as tl
 
     @triton.jit
-    def kernel(s_ptr, t_ptr, gradient_ptr, kl_ptr, lse_ptr, parts_ptr, arrived_ptr, vocab, num_parts, scale,
+    def larger(a_s, a_t, b_s, b_t):
+        return tl.maximum(a_s, b_s), tl.maximum(a_t, b_t)
+
+    @triton.jit
+    def plus(a_s, a_gap, a_t, b_s, b_gap, b_t):
+        return a_s + b_s, a_gap + b_gap, a_t + b_t
+
+    @triton.jit
+    def kernel(s_ptr, t_ptr, gradient_ptr, kl_ptr, lse_ptr, parts_ptr, arrived_ptr, vocab, num_parts, scale, weight,
                block: tl.constexpr, max_parts: tl.constexpr):
         # A row is split over num_parts programs. Each holds its part in registers, leaves five sums, waits for the others
         # (programs start in order, so that those it waits for are running), and goes on with the sums of the whole row:
@@ -422,14 +433,15 @@ def reverse_kl_kernel():
         s = tl.load(s_ptr + row * vocab + column, mask=inside, other=-float("inf")).to(tl.float32) * scale
         t = tl.load(t_ptr + row * vocab + column, mask=inside, other=-float("inf")).to(tl.float32) * scale
         gap = tl.where(inside, s - t, 0.0)
-        max_s, max_t = tl.max(s, 0), tl.max(t, 0)
+        max_s, max_t = tl.reduce((s, t), 0, larger)
         p = tl.exp(s - max_s)
+        sum_s, sum_gap, sum_t = tl.reduce((p, p * gap, tl.exp(t - max_t)), 0, plus)
         mine = parts_ptr + row * 5 * max_parts + part
         tl.store(mine, max_s)
-        tl.store(mine + max_parts, tl.sum(p, 0))
-        tl.store(mine + 2 * max_parts, tl.sum(p * gap, 0))
-        tl.store(mine + 3 * max_parts, max_t)
-        tl.store(mine + 4 * max_parts, tl.sum(tl.exp(t - max_t), 0))
+        tl.store(mine + max_parts, max_t)
+        tl.store(mine + 2 * max_parts, sum_s)
+        tl.store(mine + 3 * max_parts, sum_gap)
+        tl.store(mine + 4 * max_parts, sum_t)
         tl.debug_barrier()
         arrived = tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") + 1
         while arrived < num_parts:
@@ -438,16 +450,17 @@ def reverse_kl_kernel():
         each = tl.arange(0, max_parts)
         there, parts = each < num_parts, parts_ptr + row * 5 * max_parts + each
         maxs_s = tl.load(parts, mask=there, other=-float("inf"), cache_modifier=".cg")
-        maxs_t = tl.load(parts + 3 * max_parts, mask=there, other=-float("inf"), cache_modifier=".cg")
-        max_s, max_t = tl.max(maxs_s, 0), tl.max(maxs_t, 0)
+        maxs_t = tl.load(parts + max_parts, mask=there, other=-float("inf"), cache_modifier=".cg")
+        sums_s = tl.load(parts + 2 * max_parts, mask=there, other=0.0, cache_modifier=".cg")
+        sums_gap = tl.load(parts + 3 * max_parts, mask=there, other=0.0, cache_modifier=".cg")
+        sums_t = tl.load(parts + 4 * max_parts, mask=there, other=0.0, cache_modifier=".cg")
+        max_s, max_t = tl.reduce((maxs_s, maxs_t), 0, larger)
         share = tl.exp(maxs_s - max_s)
-        sum_s = tl.sum(share * tl.load(parts + max_parts, mask=there, other=0.0, cache_modifier=".cg"), 0)
-        sum_gap = tl.sum(share * tl.load(parts + 2 * max_parts, mask=there, other=0.0, cache_modifier=".cg"), 0)
-        sum_t = tl.sum(tl.exp(maxs_t - max_t) * tl.load(parts + 4 * max_parts, mask=there, other=0.0, cache_modifier=".cg"), 0)
+        sum_s, sum_gap, sum_t = tl.reduce((share * sums_s, share * sums_gap, tl.exp(maxs_t - max_t) * sums_t), 0, plus)
         lse_s, lse_t = max_s + tl.log(sum_s), max_t + tl.log(sum_t)
         kl = sum_gap / sum_s - (lse_s - lse_t)
-        # p * (log p - log q - KL) * scale, the gradient with respect to the logits before they were scaled
-        gradient = tl.exp(s - lse_s) * (gap - (lse_s - lse_t) - kl) * scale
+        # p * (log p - log q - KL), times what scaled the logits: the gradient with respect to the logits as they came
+        gradient = tl.exp(s - lse_s) * (gap - (lse_s - lse_t) - kl) * (scale * weight)
         tl.store(gradient_ptr + row * vocab + column, gradient.to(gradient_ptr.dtype.element_ty), mask=inside)
         if part == 0:
             tl.store(kl_ptr + row, kl)
@@ -455,18 +468,18 @@ def reverse_kl_kernel():
     return kernel
 
 
-def fused_reverse_kl(s, t, gradient, temperature=1.0, block=8192):
+def fused_reverse_kl(s, t, gradient, temperature=1.0, weight=1.0, block=8192):
     """(KL(student || teacher) (n,), student's logsumexp (n,)) of float32 logits (n, V) on a GPU; fills `gradient` (n, V).
 
-    One kernel and one read of the logits, where the plain code below makes several passes over float32 copies. The logits are
-    divided by the temperature; the gradient is with respect to those given.
+    One kernel and one read of the logits, where the plain code makes several passes over float32 copies. The logits are
+    divided by the temperature; the gradient is that of weight * KL with respect to those given.
     """
     num, vocab = s.shape
     num_parts = -(-vocab // block)
     max_parts = 1 << (num_parts - 1).bit_length()
     kl, lse = s.new_empty(2, num, dtype=torch.float32)
     parts, arrived = s.new_empty(num, 5, max_parts, dtype=torch.float32), s.new_zeros(num, dtype=torch.int32)
-    reverse_kl_kernel()[(num * num_parts,)](s, t, gradient, kl, lse, parts, arrived, vocab, num_parts, 1 / temperature,
+    reverse_kl_kernel()[(num * num_parts,)](s, t, gradient, kl, lse, parts, arrived, vocab, num_parts, 1 / temperature, weight,
                                             block=block, max_parts=max_parts, num_warps=8)
     return kl, lse
 
@@ -478,61 +491,68 @@ def logits_of(hidden, weight, out=None):
     return (hidden @ weight.T).float()
 
 
-def chunked_loss(token_loss, hidden_s, weight_s, hidden_t, weight_t, targets=None, chunk=256, temperature=1.0, weight_tokens=1408):
-    """(summed loss, log student(target) (T,), KL(student || teacher) (T,)) of T tokens, in nats.
+def loss_and_gradients(token_loss, hidden_s, weight_s, hidden_t, weight_t, grad_weight=None, targets=None, scale=1.0, chunk=256,
+                       temperature=1.0, weight_tokens=1408):
+    """(summed loss, gradient (T, D) of scale * loss in hidden_s, log student(target) (T,), KL(student || teacher) (T,)), in nats.
 
     token_loss(logp (n, V), logq (n, V), span) -> loss (n,), gradient (n, V) with respect to the student's logits over the
     temperature. Logits exist for `chunk` tokens at a time and are float32; a chunk's loss and gradient are made together, so
-    that (T, V) never exists whole. The gradients of `weight_tokens` tokens are kept, in the dtype of the hidden states, for
-    one product that is added to the gradient of weight_s: few additions, few rounding errors. Differentiable in hidden_s (T, D)
-    and weight_s (V, D), the loss alone; the teacher (hidden_t, weight_t) is a constant.
+    that (T, V) never exists whole. The gradient of scale * loss in weight_s (V, D) is added to grad_weight; without one, as for
+    a frozen lm_head, it costs nothing. The logits' gradients of `weight_tokens` tokens are kept, in the dtype of the hidden
+    states, for one product that is added there: few additions, few rounding errors. Nothing here is recorded by autograd.
     """
     fused = token_loss is reverse_kl_loss and hidden_s.is_cuda
+    num, vocab = len(hidden_s), len(weight_s)
+    total = torch.zeros((), dtype=torch.float64, device=hidden_s.device)  # the sum must not depend on the chunks
+    logprobs, kls = torch.zeros(2, num, device=hidden_s.device)
+    grad_hidden = torch.empty_like(hidden_s)
+    kept = hidden_s.new_empty(min(weight_tokens, num), vocab)
+    buffers = [hidden_s.new_empty(min(chunk, num), vocab, dtype=torch.float32) for _ in range(2)] if fused else []
+    for first in range(0, num, weight_tokens):
+        last = min(first + weight_tokens, num)
+        for start in range(first, last, chunk):
+            span = slice(start, min(start + chunk, last))
+            gradient = kept[start - first:span.stop - first]
+            if fused:
+                s, t = (logits_of(h[span], w, out=buffer[:len(gradient)])
+                        for h, w, buffer in zip((hidden_s, hidden_t), (weight_s, weight_t), buffers))
+                loss, lse = fused_reverse_kl(s, t, gradient, temperature, scale)
+                kl, logprob = loss, lambda index: s.gather(-1, index)[:, 0] / temperature - lse
+            else:
+                logp, logq = (torch.log_softmax(logits_of(h[span], w) / temperature, -1)
+                              for h, w in ((hidden_s, weight_s), (hidden_t, weight_t)))
+                loss, exact = token_loss(logp, logq, span)
+                gradient.copy_(exact * (scale / temperature))
+                kl, logprob = (logp.exp() * (logp - logq)).sum(-1), lambda index: logp.gather(-1, index)[:, 0]
+            total += loss.sum()
+            kls[span] = kl
+            if targets is not None:
+                logprobs[span] = logprob(targets[span, None])
+        gradient = kept[:last - first]
+        torch.mm(gradient, weight_s, out=grad_hidden[first:last])
+        if grad_weight is not None:
+            grad_weight.addmm_(gradient.T, hidden_s[first:last])
+    return total.float(), grad_hidden, logprobs, kls
 
+
+def chunked_loss(token_loss, hidden_s, weight_s, hidden_t, weight_t, targets=None, chunk=256, temperature=1.0):
+    """(summed loss, log student(target) (T,), KL(student || teacher) (T,)): loss_and_gradients as a function that autograd knows.
+
+    Differentiable in hidden_s and weight_s, the loss alone.
+    """
     class ChunkedLoss(torch.autograd.Function):
         @staticmethod
         def forward(ctx, hidden, weight):
-            total = torch.zeros((), dtype=torch.float64, device=hidden.device)  # the sum must not depend on the chunks
-            logprobs, kls = torch.zeros(2, len(hidden), device=hidden.device)
-            grad_hidden, grad_weight = torch.empty_like(hidden), None
-            kept = hidden.new_empty(min(weight_tokens, len(hidden)), len(weight))
-            buffers = [hidden.new_empty(min(chunk, len(hidden)), len(weight), dtype=torch.float32) for _ in range(2)] if fused else []
-            for first in range(0, len(hidden), weight_tokens):
-                last = min(first + weight_tokens, len(hidden))
-                for start in range(first, last, chunk):
-                    span = slice(start, min(start + chunk, last))
-                    gradient = kept[start - first:span.stop - first]
-                    if fused:
-                        s, t = (logits_of(h[span], w, out=buffer[:len(gradient)])
-                                for h, w, buffer in zip((hidden, hidden_t), (weight, weight_t), buffers))
-                        loss, lse = fused_reverse_kl(s, t, gradient, temperature)
-                        kl, logprob = loss, lambda index: s.gather(-1, index)[:, 0] / temperature - lse
-                    else:
-                        logp, logq = (torch.log_softmax(logits_of(h[span], w) / temperature, -1)
-                                      for h, w in ((hidden, weight), (hidden_t, weight_t)))
-                        loss, exact = token_loss(logp, logq, span)
-                        gradient.copy_(exact / temperature)
-                        kl, logprob = (logp.exp() * (logp - logq)).sum(-1), lambda index: logp.gather(-1, index)[:, 0]
-                    total += loss.sum()
-                    kls[span] = kl
-                    if targets is not None:
-                        logprobs[span] = logprob(targets[span, None])
-                gradient = kept[:last - first]
-                torch.mm(gradient, weight, out=grad_hidden[first:last])
-                if ctx.needs_input_grad[1]:  # a frozen lm_head, as with LoRA, costs nothing here
-                    if grad_weight is None:
-                        grad_weight = gradient.T @ hidden[first:last]
-                    else:
-                        grad_weight.addmm_(gradient.T, hidden[first:last])
-            if grad_weight is None and ctx.needs_input_grad[1]:
-                grad_weight = torch.zeros_like(weight)
+            grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+            loss, grad_hidden, logprobs, kls = loss_and_gradients(token_loss, hidden, weight, hidden_t, weight_t, grad_weight, targets,
+                                                                  1.0, chunk, temperature)
             ctx.gradients = grad_hidden, grad_weight
             ctx.mark_non_differentiable(logprobs, kls)
-            return total.float(), logprobs, kls
+            return loss, logprobs, kls
 
         @staticmethod
         def backward(ctx, scale, *_):
-            return tuple(None if x is None else x.mul_(scale) for x in ctx.gradients)
+            return tuple(None if x is None else x * scale for x in ctx.gradients)
 
     return ChunkedLoss.apply(hidden_s, weight_s)
 
@@ -589,14 +609,18 @@ def student_pass(model, teacher, rows, hidden_t, loss_of, num_tokens, cfg):
     the tokens of the whole step. Returns (mean loss, log student(target) (T,), KL(student || teacher) (T,)).
     """
     losses, logprobs, kls, start = [], [], [], 0
+    head = head_weight(model)
+    if head.requires_grad and head.grad is None:
+        head.grad = torch.zeros_like(head)
     for row in rows:
         span = slice(start, start := start + len(row.targets))
-        loss, logprob, kl = chunked_loss(loss_of(span), packed_hidden(model, row), head_weight(model), hidden_t[span],
-                                         head_weight(teacher), row.targets.to(hidden_t.device), cfg.kl_chunk, cfg.temperature)
-        (loss / num_tokens).backward()
-        losses.append(loss.detach())
-        logprobs.append(logprob)
-        kls.append(kl)
+        hidden = packed_hidden(model, row)  # (tokens of the row, D)
+        loss, gradient, logprob, kl = loss_and_gradients(
+            loss_of(span), hidden.detach(), head.detach(), hidden_t[span], head_weight(teacher).detach(), head.grad,
+            row.targets.to(hidden.device), 1 / num_tokens, cfg.kl_chunk, cfg.temperature)
+        hidden.backward(gradient)
+        for found, value in ((losses, loss), (logprobs, logprob), (kls, kl)):
+            found.append(value)
     return float(torch.stack(losses).sum()) / num_tokens, torch.cat(logprobs), torch.cat(kls)
 
 
