@@ -106,6 +106,21 @@ def finite(text):
 finite.__name__ = "float"  # the word in argparse's own messages
 
 
+@dataclass
+class EngineConfig:
+    """The flags that every stage shares: how prompts are rendered, who samples, and where. A stage's Config adds its own."""
+    enable_thinking: bool | None = opt(None, "passed to the chat template where it is set")
+    demos: str = opt("", "JSONL file of solved examples that stand before every conversation")
+    engine: str = opt("hf", "who samples: hf = transformers | vllm = vLLM in this process | openai = a server at --engine_url",
+                      ["hf", "vllm", "openai"])
+    engine_url: str = opt("", "--engine openai: the server, as in http://localhost:8000/v1")
+    engine_model: str = opt("", "--engine openai: the name that the server gives the model")
+    vllm_memory: float = opt(0.3, "--engine vllm: share of the GPU's memory for its weights and its cache")
+    max_length: int = opt(0, "longest prompt with its completion, for which vLLM reserves memory; 0 = what the model can read")
+    device: str = opt("cpu", "cpu | cuda")
+    dtype: str = opt("float32", "of weights and arithmetic; losses are float32 in any case", ["float32", "bfloat16"])
+
+
 def at_least(minimum, cfg, *fields):
     """Refuses the first of the cfg's `fields` that lies below `minimum`."""
     for field in fields:
@@ -653,6 +668,36 @@ def completion_text(tokenizer, prompt, ids):
 
 # Model and attention.
 
+def load_engine(cfg, path, model=None):
+    """(engine, tokenizer) that sample from the model folder `path`, as the EngineConfig `cfg` says.
+
+    The hf engine samples from `model`, loaded here where the caller has none; the others need no weights in transformers.
+    """
+    if cfg.engine == "hf":
+        tokenizer = load_tokenizer(path) if model else None
+        if not model:
+            model, tokenizer = load_model(path, cfg.device, cfg.dtype)
+        return HFEngine(model, tokenizer), tokenizer
+    from types import SimpleNamespace
+    from transformers import AutoConfig, GenerationConfig
+    tokenizer = load_tokenizer(path)
+    config = AutoConfig.from_pretrained(path)
+    generation = GenerationConfig.from_pretrained(path) if (Path(path) / "generation_config.json").exists() else None
+    stops = stop_ids(tokenizer, SimpleNamespace(config=config, generation_config=generation))
+    limit = min(cfg.max_length or config.max_position_embeddings, config.max_position_embeddings)
+    if cfg.engine == "openai":
+        return OpenAIEngine(cfg.engine_url, cfg.engine_model, stops, limit), tokenizer
+    return VLLMEngine(path, stops, limit, cfg.vllm_memory, cfg.device, cfg.dtype, cfg.seed), tokenizer
+
+
+def load_tokenizer(path):
+    from transformers import AutoTokenizer
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        die(f"cannot load model {path}: no tokenizer is to be had from it ({str(error).splitlines()[0]})")
+
+
 def load_model(path, device="cpu", dtype="float32"):
     """(model in eval mode, tokenizer) of a Hugging Face folder, with `attention` below in every layer.
 
@@ -922,8 +967,10 @@ def check_lengths(prompts, max_new_tokens, limit):
 class HFEngine:
     """Samples from a transformers model: a prompt is read once, all samples of a batch are decoded together.
 
-    max_batch_tokens bounds the tokens whose keys and values a batch holds, prompts and new tokens.
+    It samples from the very weights that are in training: nothing is pushed. max_batch_tokens bounds the tokens whose keys and values a batch holds, prompts and new tokens.
     """
+
+    seeded = True  # a sample is fixed by its prompt and seed
 
     def __init__(self, model, tokenizer, max_batch_tokens=65536):
         self.model, self.max_batch_tokens = model, max_batch_tokens
@@ -998,6 +1045,7 @@ class HFEngine:
                  for i in range(p * num, p * num + len(of_prompt))] for p, of_prompt in enumerate(seeds)]
 
 
+<<<<<<< HEAD
 class OpenAIEngine:
     """Samples from a frozen model behind an OpenAI-compatible server that returns token ids, as vLLM's does.
 
@@ -1071,6 +1119,95 @@ class OpenAIEngine:
             die(f"{self.who} gives log-probs at temperature 1 for samples at {temperature:g}: "
                 "start vLLM with --logprobs-mode processed_logprobs, or sample at temperature 1")
         self.checked.add(temperature)
+=======
+class VLLMEngine:
+    """Samples with vLLM in this process: prefix caching, CUDA graphs, new weights pushed in place. Also on vLLM's CPU build.
+
+    Its samples have no seed of their own: vLLM would keep a generator for each request, which is slow, and its CPU build
+    breaks down on them. `seed` starts one generator for the whole engine.
+    """
+    seeded = False
+
+    def __init__(self, path, stops, max_length, memory=0.3, device="cuda", dtype="bfloat16", seed=0, **options):
+        """path: a Hugging Face folder; stops: ids that end a turn; memory: share of the GPU's. Further options go to vllm.LLM."""
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, so that weights go over without a copy
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        self.on_gpu, self.stops, self.max_length = str(device).startswith("cuda"), stops, max_length
+        if not self.on_gpu:
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
+            options["enforce_eager"] = True
+        try:
+            from vllm import LLM
+        except ImportError as error:
+            die(f"--engine vllm needs the package vllm, or vllm-cpu without a GPU ({error})")
+        self.llm = LLM(model=str(path), dtype=dtype, max_model_len=max_length, gpu_memory_utilization=memory, seed=seed,
+                       enable_prefix_caching=True, logprobs_mode="processed_logprobs", disable_log_stats=True, **options)
+        self.marks = None  # of the weights pushed last
+
+    def generate(self, prompts, seeds, max_new_tokens, temperature=1.0, progress=lambda num_finished: None):
+        """As HFEngine.generate, but that of the seeds only their number counts."""
+        from vllm import SamplingParams
+        check_lengths(prompts, max_new_tokens, self.max_length)
+        asked = [i for i in range(len(prompts)) if seeds[i]]
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": prompts[i]} for i in asked],
+            [SamplingParams(n=len(seeds[i]), temperature=temperature, max_tokens=max_new_tokens, logprobs=0, detokenize=False,
+                            stop_token_ids=self.stops, ignore_eos=True) for i in asked], use_tqdm=False)
+        samples = [[] for _ in prompts]
+        for i, output in zip(asked, outputs):
+            for completion in sorted(output.outputs, key=lambda completion: completion.index):
+                ids = list(completion.token_ids)
+                samples[i].append(Sample(ids, [entry[token].logprob for token, entry in zip(ids, completion.logprobs)],
+                                         "stop" if completion.finish_reason == "stop" else "length"))
+        progress(sum(map(len, samples)))
+        return samples
+
+    def push(self, weights, changed=True):
+        """Loads the (Hugging Face name, tensor) pairs in place, a tied lm_head under its own name too (the CPU build keeps the
+        old one otherwise), and then forgets the cached prefixes, which are the old weights' work.
+
+        Raises RuntimeError when they are those of the last push although the caller says that they have `changed`.
+        """
+        marks = []
+
+        def watched():
+            for name, weight in weights:
+                marks.append(weight.detach().flatten()[:4096].double().square().sum())
+                yield name, weight
+        if self.on_gpu:
+            self.llm.apply_model(lambda model: model.load_weights(watched()))
+        else:  # the CPU build has repacked its weights
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": list(watched())})
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept its prefix cache after a push of weights")
+        marks = torch.stack(marks)
+        if changed and self.marks is not None and torch.equal(marks, self.marks):
+            raise RuntimeError("weights unchanged since last sync")
+        self.marks = marks
+
+
+def check_sync(engine, model, prompts, temperature=1.0, tolerance=0.05):
+    """Stops the run unless engine and trainer agree on the log-probs of a few sampled tokens. Returns their mean difference in nats.
+
+    prompts: lists of ids; of each the last 64 are used, and four first tokens drawn after them.
+    """
+    prompts = sorted((ids[-64:] for ids in prompts), key=len, reverse=True)
+    samples = engine.generate(prompts, [range(4)] * len(prompts), 1, temperature)
+    with torch.no_grad():
+        logits = SharedCache(model, prompts, 1).last_hidden @ head_weight(model).T
+        logprobs = torch.log_softmax(logits.float() / temperature, -1)  # (P, V)
+    ids = torch.tensor([[sample.ids[0] for sample in group] for group in samples], device=logits.device)
+    said = torch.tensor([[sample.logprobs[0] for sample in group] for group in samples], device=logits.device)
+    gap = float((logprobs.gather(-1, ids) - said).abs().mean())
+    if not gap <= tolerance:
+        die(f"sampler and trainer disagree by {gap:.3f} nats a token, more than {tolerance}: the engine does not have the trainer's weights")
+    return gap
+
+
+def seed_note(engine):
+    """What the rows of samples say when their seed did not fix them: {"seeded": False}, else nothing."""
+    return {} if getattr(engine, "seeded", True) else {"seeded": False}
+>>>>>>> main
 
 
 def sample_tasks(engine, tokenizer, tasks, prompts, seeds, max_new_tokens, temperature):

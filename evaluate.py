@@ -23,13 +23,13 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from common import (HFEngine, InfraError, RowLog, at_least, bootstrap_ci, die, grade_completion, load_demos, load_model, load_tasks, opt,
-                    paired_ci, parse_config, pass_at_k, read_jsonl, render_prompt, sample_tasks, stable_seed, start_run, world_files,
+from common import (EngineConfig, InfraError, RowLog, at_least, bootstrap_ci, die, grade_completion, load_demos, load_engine, load_tasks, opt,
+                    paired_ci, parse_config, pass_at_k, read_jsonl, render_prompt, sample_tasks, seed_note, stable_seed, start_run, world_files,
                     write_text)
 
 
 @dataclass
-class Config:
+class Config(EngineConfig):
     model: str = opt("out/opsd/checkpoint", "Hugging Face folder of the student")
     base: str = opt("data/toolworld/base", "model to set beside it, evaluated into out_dir/base; 'none' = the student alone")
     tasks: list[str] = opt(["data/toolworld/eval_tool.jsonl", "data/toolworld/eval_chat.jsonl"], "held-out task files")
@@ -39,13 +39,9 @@ class Config:
     temperature: float = opt(1.0, "sampling temperature, 0 = greedy")
     max_new_tokens: int = opt(96, "longest completion")
     batch_tasks: int = opt(64, "tasks per engine batch")
-    enable_thinking: bool | None = opt(None, "passed to the chat template")
-    demos: str = opt("", "JSONL file of solved examples that every prompt shows before its conversation")
     runs: list[str] = opt([], "only report these conditions: name=folder, or name=folder,folder with a folder per training seed")
     compare: list[str] = opt([], "only compare two such conditions: second minus first")
     out_dir: str = opt("out/eval", "results folder")
-    device: str = opt("cpu", "cpu or cuda")
-    dtype: str = opt("float32", "weights and activations", ["float32", "bfloat16"])
 
 
 # Sampling and grading.
@@ -75,7 +71,7 @@ def evaluate_model(engine, tokenizer, tasks, seeds, path=None, key=None, seed=0,
                 for place, sample in zip(of_task, task_samples):
                     if not log.get(place):
                         log.add({**place, "completion": sample.text, **grade_fields(task, sample.text),
-                                 "finish_reason": sample.finish_reason})
+                                 "finish_reason": sample.finish_reason, **seed_note(engine)})
         rows += [log.get(place) for of_task in places for place in of_task]
         bar.update(len(batch) * seeds)
         bar.set_postfix_str(f"pass@1 {pass_rate(rows):.3f}")
@@ -135,8 +131,8 @@ def evaluate_folder(model_dir, out_dir, tasks, cfg):
         refuse_overlap([*load_tasks(training["tasks"], training["num_tasks"]), *hints], tasks)
     out_dir = start_run(out_dir, replace(cfg, model=model_dir), inputs=[*cfg.tasks, cfg.demos, model_dir, *world_files(tasks)],
                         ignore=("base", "runs", "compare"))
-    model, tokenizer = load_model(model_dir, cfg.device, cfg.dtype)
-    rows = evaluate_model(HFEngine(model, tokenizer), tokenizer, tasks, cfg.seeds, out_dir / "eval.jsonl", None, cfg.seed,
+    engine, tokenizer = load_engine(cfg, model_dir)
+    rows = evaluate_model(engine, tokenizer, tasks, cfg.seeds, out_dir / "eval.jsonl", None, cfg.seed,
                           cfg.temperature, cfg.max_new_tokens, cfg.batch_tasks, cfg.enable_thinking, load_demos(cfg.demos))
     cut = sum(row["finish_reason"] == "length" for row in rows)
     print(f"{out_dir}: {len(tasks)} tasks x {cfg.seeds} seeds of {model_dir}, {cut} completions cut at {cfg.max_new_tokens} tokens")

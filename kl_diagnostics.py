@@ -22,20 +22,18 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from common import (HFEngine, RowLog, at_least, bootstrap_ci, die, grade_or_stop, head_weight, load_demos, load_hints, load_model,
-                    load_tasks, opt, pack_rows, packed_hidden, parse_config, render_prompt, sample_tasks, stable_seed, start_run, torch,
+from common import (EngineConfig, RowLog, at_least, bootstrap_ci, die, grade_or_stop, head_weight, load_demos, load_engine, load_hints, load_model,
+                    load_tasks, opt, pack_rows, packed_hidden, parse_config, render_prompt, sample_tasks, seed_note, stable_seed, start_run, torch,
                     world_files)
 
 
 @dataclass
-class Config:
+class Config(EngineConfig):
     tasks: list[str] = opt(["data/toolworld/train_tool.jsonl", "data/toolworld/train_chat.jsonl"], "task files")
     num_tasks: int = opt(240, "balanced subset over failure kinds, 0 = all")
     hints: str = opt("out/hints.jsonl", "hints file; 'none' = empty hints")
     control: str = opt("none", "use empty hints, or each task's from another failure kind", ["none", "empty", "shuffled"])
     hint_position: str = opt("end", "where the hint stands in the prefix", ["end", "system", "first_user"])
-    enable_thinking: bool | None = opt(None, "passed to the chat template")
-    demos: str = opt("", "JSONL file of solved examples that every prompt shows before its conversation")
     model: str = opt("data/toolworld/base", "Hugging Face folder, student and teacher in one")
     rollouts: int = opt(4, "completions per task and role")
     temperature: float = opt(1.0, "divides the logits of both roles, in sampling and in scoring")
@@ -46,8 +44,6 @@ class Config:
     row_tokens: int = opt(512, "tokens of a packed row; a task with its completions is never split")
     chunk: int = opt(256, "tokens whose logits exist at one time")
     out_dir: str = opt("out/kl", "results folder")
-    device: str = opt("cpu", "cpu or cuda")
-    dtype: str = opt("float32", "weights and activations", ["float32", "bfloat16"])
 
 
 # The three measures.
@@ -130,7 +126,7 @@ def score_completions(model, items, row_tokens=512, chunk=256, temperature=1.0):
     return scored
 
 
-def measure_batch(engine, tokenizer, tasks, hints, cfg):
+def measure_batch(engine, model, tokenizer, tasks, hints, cfg):
     """The rows of a batch of tasks: per task (the kl_tokens rows of its student rollouts, its kl_summary row)."""
     prompts, samples = {}, {}
     streams = [[stable_seed("kl", cfg.seed, task["id"], k) for k in range(cfg.rollouts)] for task in tasks]
@@ -142,7 +138,7 @@ def measure_batch(engine, tokenizer, tasks, hints, cfg):
     # Both roles score the student's and the teacher's completions, although the teacher's own scores of the latter are
     # not used: rows of the same make-up give the same low bits.
     completions = [[s.ids for s in student + teacher] for student, teacher in zip(samples["student"], samples["teacher"])]
-    by_student, by_teacher = (score_completions(engine.model, list(zip(prompts[role], completions)), cfg.row_tokens, cfg.chunk,
+    by_student, by_teacher = (score_completions(model, list(zip(prompts[role], completions)), cfg.row_tokens, cfg.chunk,
                                                 cfg.temperature) for role in ("student", "teacher"))
     measured = []
     for i, task in enumerate(tasks):
@@ -151,7 +147,7 @@ def measure_batch(engine, tokenizer, tasks, hints, cfg):
         token_rows = [{"id": task["id"], "hint_id": hints[task["id"]]["hint_id"], "seed": k, "turn": turn,
                        "is_error_turn": not grades["student"][k].passed, "token_ids": samples["student"][i][k].ids,
                        "student_logprobs": by_student[i][k][0], "teacher_logprobs": by_teacher[i][k][0],
-                       "teacher_entropy": by_teacher[i][k][1]} for k in range(cfg.rollouts)]
+                       "teacher_entropy": by_teacher[i][k][1], **seed_note(engine)} for k in range(cfg.rollouts)]
         teacher_tokens = [by_student[i][k][0] for k in range(cfg.rollouts, 2 * cfg.rollouts)]
         depths = [teacher_depth(logprobs, cfg.tau) for logprobs in teacher_tokens]
         rates = {role: np.mean([g.passed for g in grades[role]]) for role in grades}
@@ -201,12 +197,12 @@ def main(cfg):
     out_dir = start_run(cfg.out_dir, cfg, inputs=[*cfg.tasks, cfg.hints, cfg.demos, cfg.model, *world_files(tasks)])
     token_rows, summaries = RowLog(out_dir / "kl_tokens.jsonl", ("id", "seed")), RowLog(out_dir / "kl_summary.jsonl", ("id",))
     model, tokenizer = load_model(cfg.model, cfg.device, cfg.dtype)
-    engine = HFEngine(model, tokenizer)
+    engine, _ = load_engine(cfg, cfg.model, model)
     bar = tqdm(total=len(tasks), desc="diagnose", unit="task", disable=None)
     for start in range(0, len(tasks), cfg.batch_tasks):
         batch = tasks[start:start + cfg.batch_tasks]
         if not all(map(summaries.get, batch)):  # a batch that a kill cut is done again as it was
-            for rows, summary in measure_batch(engine, tokenizer, batch, hints, cfg):
+            for rows, summary in measure_batch(engine, model, tokenizer, batch, hints, cfg):
                 for row in rows:
                     token_rows.add(row)
                 summaries.add(summary)

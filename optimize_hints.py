@@ -28,13 +28,19 @@ from statistics import mean
 
 from tqdm import tqdm
 
+<<<<<<< HEAD
 from common import (HFEngine, InfraError, RowLog, ask_server, at_least, die, grade_completion, in_threads, load_demos, load_hints,
                     load_model, load_tasks, load_world, openai_client, opt, parse_config, parse_tool_calls, read_jsonl, render_prompt,
                     sample_tasks, stable_seed, start_run, world_files, write_jsonl)
+=======
+from common import (EngineConfig, InfraError, RowLog, at_least, die, grade_completion, load_demos, load_engine, load_hints, load_tasks,
+                    load_world, opt, parse_config, parse_tool_calls, read_jsonl, render_prompt, sample_tasks, seed_note, stable_seed, start_run,
+                    world_files, write_jsonl)
+>>>>>>> main
 
 
 @dataclass
-class Config:
+class Config(EngineConfig):
     tasks: list[str] = opt(["data/toolworld/train_tool.jsonl", "data/toolworld/train_chat.jsonl"], "task files")
     num_tasks: int = opt(240, "a subset balanced over failure kinds; 0 takes all")
     model: str = opt("data/toolworld/base", "the teacher: a Hugging Face folder")
@@ -49,11 +55,7 @@ class Config:
     temperature: float = opt(1.0, "of the teacher's rollouts")
     max_new_tokens: int = opt(96, "of a rollout")
     hint_position: str = opt("end", "the message that takes the hint", ["end", "system", "first_user"])
-    enable_thinking: bool | None = opt(None, "passed to the chat template where set")
-    demos: str = opt("", "JSONL file of solved examples that every prompt shows before its conversation")
     seed: int = opt(0, "names every random stream")
-    device: str = opt("cpu", "cpu | cuda")
-    dtype: str = opt("float32", "of the weights", ["float32", "bfloat16"])
     writer_model: str = opt("", "--writer openai: the model's name")
     base_url: str = opt("", "--writer openai: the server, as in http://localhost:8000/v1; the key comes from OPENAI_API_KEY")
     writer_api: str = opt("chat", "chat sends max_tokens, temperature and seed | reasoning sends max_completion_tokens only",
@@ -441,7 +443,7 @@ def roll_out(cfg, requests, tasks, engine, tokenizer, log):
                     tqdm.write(f"task {task['id']}: the world broke down ({error})")
                     continue
                 log.add({**row, "completion": sample.text, "reward": grade.reward, "action": grade.action,
-                         "feedback": grade.feedback, "num_tokens": len(sample.ids)})
+                         "feedback": grade.feedback, "num_tokens": len(sample.ids), **seed_note(engine)})
     return [[log.get(row) for row in rows] if all(map(log.get, rows)) else None for rows in wanted]
 
 
@@ -574,8 +576,7 @@ def main(cfg):
     if not tasks:
         die(f"no tasks in {', '.join(cfg.tasks)}")
     start_run(cfg.out_dir, cfg, inputs=[*cfg.tasks, cfg.hints_file, cfg.demos, cfg.model, *world_files(tasks)], ignore=FREE_FIELDS)
-    model, tokenizer = load_model(cfg.model, cfg.device, cfg.dtype)
-    hints, trials, calls = search(cfg, tasks, HFEngine(model, tokenizer), tokenizer)
+    hints, trials, calls = search(cfg, tasks, *load_engine(cfg, cfg.model))
 
     values = lambda field: [row[field] for row in hints if field in row]
     average = lambda field: f"{mean(values(field)):.3f}" if values(field) else "-"

@@ -30,14 +30,14 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common import (HFEngine, append_jsonl, at_least, die, grade_or_stop, head_weight, load_demos, load_hints, load_model, load_tasks,
-                    new_folder, opt, pack_rows, packed_hidden, parse_config, plain_weights, read_jsonl, render_prompt, sample_tasks,
-                    stable_seed, start_run, torch, world_files, write_text)
+from common import (EngineConfig, append_jsonl, at_least, check_sync, die, grade_or_stop, head_weight, load_demos, load_engine, load_hints,
+                    load_model, load_tasks, new_folder, opt, pack_rows, packed_hidden, parse_config, plain_weights, read_jsonl,
+                    render_prompt, sample_tasks, seed_note, stable_seed, start_run, torch, world_files, write_text)
 from evaluate import evaluate_model, refuse_overlap
 
 
 @dataclass
-class Config:
+class Config(EngineConfig):
     tasks: list[str] = opt(["data/toolworld/train_tool.jsonl", "data/toolworld/train_chat.jsonl"], "task files to train on")
     num_tasks: int = opt(240, "balanced subset over failure kinds; 0 = all")
     hints: str = opt("out/hints.jsonl", "hints file of optimize_hints.py; none = every hint empty")
@@ -45,8 +45,6 @@ class Config:
     filter: str = opt("all", "passed = only tasks whose hint passed the search", ["all", "passed"])
     min_hint_reward: float = opt(0.0, "only tasks whose hint_reward is at least this")
     hint_position: str = opt("end", "where the teacher's hint stands in the prefix", ["end", "system", "first_user"])
-    enable_thinking: bool | None = opt(None, "passed to the chat template")
-    demos: str = opt("", "JSONL file of solved examples that every prompt shows before its conversation")
     model: str = opt("data/toolworld/base", "Hugging Face folder to start from; the frozen teacher too")
     out_dir: str = opt("out/opsd", "run folder; the same command resumes a run that was cut")
     steps: int = opt(60, "optimizer steps")
@@ -81,8 +79,6 @@ class Config:
     eval_seeds: int = opt(1, "samples per held-out task")
     save_every: int = opt(10, "optimizer steps between checkpoints to resume from")
     seed: int = opt(0, "names every random stream of the run")
-    device: str = opt("cpu", "cpu or cuda")
-    dtype: str = opt("float32", "of weights and arithmetic; losses are float32 in any case", ["float32", "bfloat16"])
 
 
 def check(cfg):
@@ -100,6 +96,7 @@ def check(cfg):
         (cfg.advantage_clip is not None and cfg.advantage_clip <= 0, "--advantage_clip is above 0"),
         (cfg.teacher == "ema" and cfg.dtype != "float32", "--teacher ema needs --dtype float32: a bfloat16 mean would stand still"),
         (cfg.lora_rank and cfg.teacher == "ema", "--teacher ema averages every weight: it goes with --lora_rank 0"),
+        (cfg.engine == "openai", "--engine openai serves frozen weights: train with hf or vllm"),
         (cfg.lora_alpha <= 0, "--lora_alpha is above 0"),
     ]:
         if wrong:
@@ -652,7 +649,13 @@ def main(cfg):
         optimizer.load_state_dict(state["optimizer"])
         for (_, master), saved in zip([pair for pair in weights if pair[0] is not pair[1]], state["masters"]):
             master.data.copy_(saved)
-    engine = HFEngine(model, tokenizer)  # samples from the weights in training: nothing to synchronise
+    engine, _ = load_engine(cfg, cfg.model, model)
+
+    def sync(changed=True):  # transformers samples from the weights in training; vLLM has its own and is given them
+        if cfg.engine == "vllm":
+            engine.push(plain_weights(model), changed)
+            check_sync(engine, model, [student for student, _ in list(prompts.values())[:8]], cfg.temperature)
+
     prompts = render_prompts(tokenizer, trained, hints, cfg, model.config.max_position_embeddings)
     pass_rates = [row["pass_rate"] for row in read_jsonl(out_dir / "metrics.jsonl")] if resumed else []
     print(f"{len(trained)} of {len(tasks)} tasks to train on, {len(eval_tasks)} held out, {done} of {cfg.steps} steps done")
@@ -662,6 +665,7 @@ def main(cfg):
         evaluate_model(engine, tokenizer, eval_tasks, cfg.eval_seeds, out_dir / "eval.jsonl", {"step": step}, cfg.seed,
                        cfg.temperature, cfg.max_new_tokens, enable_thinking=cfg.enable_thinking, demos=load_demos(cfg.demos))
 
+    sync(changed=False)
     if done == 0:
         evaluate(0)
     for step in range(done + 1, cfg.steps + 1):
@@ -698,6 +702,8 @@ def main(cfg):
         if cfg.teacher == "ema":
             update_ema(teacher, model, cfg.ema_decay)
         clock.append(time.time())
+        sync(changed=bool(grad_norm > 0))
+        clock.append(time.time())
 
         # Records, held-out evaluation, checkpoint: in this order, so that a checkpoint vouches for all rows up to its step.
         log_ratio = logprobs - sampler_logprobs  # trainer against sampler, nats
@@ -709,11 +715,11 @@ def main(cfg):
         if cfg.loss == "policy_gradient":
             metrics |= {"grpo_weight": weight, "ratio_mean": float(ratio.mean()),
                         "ratio_clipped_frac": float((ratio > 2).float().mean())}
-        metrics |= {f"seconds_{name}": b - a for name, a, b in zip(("sample", "teacher", "student"), clock, clock[1:])}
+        metrics |= {f"seconds_{name}": b - a for name, a, b in zip(("sample", "teacher", "student", "push"), clock, clock[1:])}
         append_jsonl(out_dir / "metrics.jsonl", metrics)
         pass_rates.append(metrics["pass_rate"])
         for rollout, of_rollout in zip(rollouts, kl.split(lengths)):
-            append_jsonl(out_dir / "rollouts.jsonl", rollout.row(step, hints, float(of_rollout.mean())))
+            append_jsonl(out_dir / "rollouts.jsonl", rollout.row(step, hints, float(of_rollout.mean())) | seed_note(engine))
         bar.update()
         bar.set_postfix_str(f"reverse KL {metrics['reverse_kl']:.3f}, training pass rate {metrics['pass_rate']:.2f}")
         if step % cfg.eval_every == 0 or step == cfg.steps:

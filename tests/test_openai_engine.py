@@ -73,7 +73,8 @@ def test_ids_and_logprobs_are_exact_and_in_order(server, engine):
     assert engine.generate([], [], 8) == [] and engine.generate([[1]], [[]], 8) == [[]]
 
 
-@pytest.mark.parametrize("prompt, message", [([], "prompt 1: 0 tokens"), ([1] * 57, "prompt 1: 57 tokens [+] 8 new ones do not fit the model's 64")])
+@pytest.mark.parametrize("prompt, message", [
+    ([], "prompt 1: 0 tokens"), ([1] * 57, "prompt 1: 57 tokens [+] 8 new ones do not fit the model's 64")])
 def test_a_prompt_that_does_not_fit_is_named_before_anything_is_asked(server, engine, prompt, message):
     with pytest.raises(ValueError, match=message):
         engine.generate([[1], prompt], [[1], [2]], 8)
