@@ -1045,7 +1045,6 @@ class HFEngine:
                  for i in range(p * num, p * num + len(of_prompt))] for p, of_prompt in enumerate(seeds)]
 
 
-<<<<<<< HEAD
 class OpenAIEngine:
     """Samples from a frozen model behind an OpenAI-compatible server that returns token ids, as vLLM's does.
 
@@ -1119,7 +1118,8 @@ class OpenAIEngine:
             die(f"{self.who} gives log-probs at temperature 1 for samples at {temperature:g}: "
                 "start vLLM with --logprobs-mode processed_logprobs, or sample at temperature 1")
         self.checked.add(temperature)
-=======
+
+
 class VLLMEngine:
     """Samples with vLLM in this process: prefix caching, CUDA graphs, new weights pushed in place. Also on vLLM's CPU build.
 
@@ -1207,7 +1207,6 @@ def check_sync(engine, model, prompts, temperature=1.0, tolerance=0.05):
 def seed_note(engine):
     """What the rows of samples say when their seed did not fix them: {"seeded": False}, else nothing."""
     return {} if getattr(engine, "seeded", True) else {"seeded": False}
->>>>>>> main
 
 
 def sample_tasks(engine, tokenizer, tasks, prompts, seeds, max_new_tokens, temperature):

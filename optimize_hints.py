@@ -28,15 +28,9 @@ from statistics import mean
 
 from tqdm import tqdm
 
-<<<<<<< HEAD
-from common import (HFEngine, InfraError, RowLog, ask_server, at_least, die, grade_completion, in_threads, load_demos, load_hints,
-                    load_model, load_tasks, load_world, openai_client, opt, parse_config, parse_tool_calls, read_jsonl, render_prompt,
-                    sample_tasks, stable_seed, start_run, world_files, write_jsonl)
-=======
-from common import (EngineConfig, InfraError, RowLog, at_least, die, grade_completion, load_demos, load_engine, load_hints, load_tasks,
-                    load_world, opt, parse_config, parse_tool_calls, read_jsonl, render_prompt, sample_tasks, seed_note, stable_seed, start_run,
-                    world_files, write_jsonl)
->>>>>>> main
+from common import (EngineConfig, InfraError, RowLog, ask_server, at_least, die, grade_completion, in_threads, load_demos, load_engine,
+                    load_hints, load_tasks, load_world, openai_client, opt, parse_config, parse_tool_calls, read_jsonl, render_prompt,
+                    sample_tasks, seed_note, stable_seed, start_run, world_files, write_jsonl)
 
 
 @dataclass
