@@ -1,5 +1,5 @@
 """What two or more stages of nanoOPSD share, in this order: config and run folders, JSONL records, tasks, worlds and hints,
-tool calls, rendering, model and attention, the sampling engine, packed rows, metrics.
+tool calls, rendering, model and attention, requests to servers, the sampling engines, packed rows, metrics.
 
 torch is imported at first use, so that `--help` answers at once; transformers and yaml inside the functions that need them.
 """
@@ -16,13 +16,16 @@ import importlib.util
 import json
 import math
 import os
+import random
 import re
 import shutil
 import subprocess
 import sys
 import time
 import typing
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 import numpy as np
@@ -872,7 +875,69 @@ def compiled(function):
     return torch.compile(function)
 
 
-# The sampling engine.
+# Requests to servers with the OpenAI API.
+
+def openai_client(url, timeout):
+    """The official client; `url` "" means OpenAI's own, `timeout` is in seconds for one request. The key comes from OPENAI_API_KEY."""
+    import openai
+    # Retries are ours alone: the SDK's would multiply them, and its timeout is ten minutes.
+    return openai.OpenAI(base_url=url or None, api_key=os.environ.get("OPENAI_API_KEY") or "none", max_retries=0, timeout=timeout)
+
+
+def retry_after(error):
+    """Seconds that the server asks to wait, given as a number or as a date; 0 where it says nothing."""
+    value = error.response.headers.get("retry-after", "") if hasattr(error, "response") else ""
+    try:
+        return float(value) if value[:1].isdigit() else parsedate_to_datetime(value).timestamp() - time.time()
+    except ValueError:
+        return 0.0
+
+
+def ask_server(request, max_retries, who, field="choices", mend=lambda error: False):
+    """The answer of `request()`, a call of the openai client, in 1 + max_retries requests at most.
+
+    An answer with an empty `field` is none. `mend(error)` says whether it changed the request so that the next one need not
+    wait. Raises Refusal, which begins with `who`, for what waiting does not mend and after the last request.
+    """
+    import openai
+    for attempt in range(max_retries + 1):
+        try:
+            response = request()
+            if getattr(response, field, None):
+                return response
+            reason, pause = f"an answer without {field}", 0.0
+        except openai.APIError as error:
+            status = getattr(error, "status_code", 0)  # 0: no answer came
+            reason, pause = "timeout" if isinstance(error, openai.APITimeoutError) else str(error), retry_after(error)
+            if "insufficient_quota" in (error.code, error.type):  # a 429 that no waiting mends
+                die(f"{who}: quota exhausted: {reason}")
+            if mend(error):
+                continue
+            if 400 <= status < 500 and status not in (408, 409, 429):
+                die(f"{who}: bad request: {reason}")
+        if attempt < max_retries:
+            time.sleep(max(pause, 2 ** attempt * (1 + random.random())))  # the server's wish is a lower bound
+    die(f"{who}: {reason} after {attempt + 1} attempts")
+
+
+def in_threads(function, items, concurrency, progress=lambda num_finished: None):
+    """[function(item) for item in items], at most `concurrency` at a time; `progress` is told how many more are finished.
+
+    After a failure or Ctrl-C none is begun any more, those under way are waited for, and the failure is raised.
+    """
+    with ThreadPoolExecutor(concurrency) as pool:
+        futures = [pool.submit(function, item) for item in items]
+        try:
+            for future in as_completed(futures):
+                future.result()
+                progress(1)
+        finally:
+            for future in futures:
+                future.cancel()
+    return [future.result() for future in futures]
+
+
+# The sampling engines.
 
 @dataclass
 class Sample:
@@ -983,6 +1048,81 @@ class HFEngine:
         ends = set(self.stop_ids)
         return [[Sample(kept := ids[i, :lengths[i]].tolist(), logprobs[i, :lengths[i]].tolist(), "stop" if kept[-1] in ends else "length")
                  for i in range(p * num, p * num + len(of_prompt))] for p, of_prompt in enumerate(seeds)]
+
+
+class OpenAIEngine:
+    """Samples from a frozen model behind an OpenAI-compatible server that returns token ids, as vLLM's does.
+
+    Every sample is a request of its own: so vLLM honours its seed (with n samples in a request it would make the seeds of the
+    later ones up itself), a failed request costs one sample, and the prompt is still read once, by the server's prefix cache.
+    vLLM's CPU build breaks down on a seed and a chunked prompt: start it with --no-enable-chunked-prefill.
+    """
+    seeded = True  # on vLLM, as far as its log-probs do not depend on the batch
+
+    def __init__(self, url, model, tokenizer, stop_ids, max_length, concurrency=32, max_retries=4, timeout=600.0):
+        """url: as in http://localhost:8000/v1; model: its name there; tokenizer: ours, which must be the server's; stop_ids: the
+        ids that end a turn; max_length: tokens of prompt and sample together; timeout: seconds for one request.
+
+        Raises Refusal when the server does not serve the model, returns no token ids or has another tokenizer.
+        """
+        self.client, self.model, self.stop_ids, self.max_length = openai_client(url, timeout), model, stop_ids, max_length
+        self.concurrency, self.max_retries, self.who = concurrency, max_retries, f"engine: {url}"
+        self.checked = {0, 1}  # temperatures whose log-probs are known to be those of the distribution that was drawn from
+        served = [row.id for row in ask_server(self.client.models.list, max_retries, self.who, field="data").data]
+        if model not in served:
+            die(f"{self.who} does not serve {model!r}: it serves {', '.join(served)}")
+        text = "Ünïcode, <tool_call>\n{\"amount_cents\": 12900, \"days\": [1, 2]}\n</tool_call> for i in range(10):\n    print(i)"
+        ours = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if self.complete(text, 0, 1, 1.0, add_special_tokens=False).prompt_token_ids != ours:
+            die(f"{self.who}: {model!r} has another tokenizer than the model folder: it reads the same text as other token ids")
+
+    def generate(self, prompts, seeds, max_new_tokens, temperature=1.0, progress=lambda num_finished: None):
+        """As HFEngine.generate. Raises Refusal as well, for a server whose answers nothing could be learned from."""
+        check_lengths(prompts, max_new_tokens, self.max_length)
+        asked = [(prompt, seed) for prompt, of_prompt in zip(prompts, seeds) for seed in of_prompt]
+        if asked and temperature not in self.checked:
+            self.check_temperature(asked[0][0], temperature)
+        done = iter(in_threads(lambda one: self.sample(*one, max_new_tokens, temperature), asked, self.concurrency, progress))
+        return [[next(done) for _ in of_prompt] for of_prompt in seeds]
+
+    def complete(self, prompt, seed, max_new_tokens, temperature, logprobs=0, **options):
+        """The one choice of a completion of `prompt`, text or ids. Only temperature shapes the distribution: what a server or the
+        model's generation_config.json sets by default is switched off."""
+        choice = ask_server(lambda: self.client.completions.create(
+            model=self.model, prompt=prompt, seed=seed, max_tokens=max_new_tokens, temperature=temperature, logprobs=logprobs,
+            top_p=1, presence_penalty=0, frequency_penalty=0,
+            extra_body={"top_k": 0, "min_p": 0, "repetition_penalty": 1, "stop_token_ids": self.stop_ids, "ignore_eos": True,
+                        "return_token_ids": True, "return_tokens_as_token_ids": True, **options}), self.max_retries, self.who).choices[0]
+        if not getattr(choice, "token_ids", None) or not getattr(choice, "prompt_token_ids", None):
+            die(f"{self.who} returns no token ids (vLLM does, by return_token_ids): without the exact ids there is nothing to train on")
+        values = choice.logprobs.token_logprobs if choice.logprobs else []
+        if len(values) != len(choice.token_ids) or not all(value is not None and value < 1e-3 for value in values):  # 0 and rounding
+            die(f"{self.who}: its log-probs are missing or above 0; vLLM needs --logprobs-mode processed_logprobs")
+        return choice
+
+    def sample(self, prompt, seed, max_new_tokens, temperature):
+        """The Sample of one request."""
+        choice = self.complete(prompt, seed, max_new_tokens, temperature)
+        if choice.prompt_token_ids != prompt:
+            die(f"{self.who} changed the prompt: {len(prompt)} token ids were sent, it read {len(choice.prompt_token_ids)} or other ones")
+        ids, ended = choice.token_ids, choice.token_ids[-1] in self.stop_ids
+        if choice.finish_reason != ("stop" if ended else "length") or not ended and len(ids) < max_new_tokens:
+            die(f"{self.who}: a sample ended with {choice.finish_reason!r} after {len(ids)} of {max_new_tokens} tokens, "
+                f"its last one {'a' if ended else 'no'} stop token")
+        return Sample(ids, choice.logprobs.token_logprobs, choice.finish_reason)
+
+    def check_temperature(self, prompt, temperature):
+        """Refuses a server whose log-probs ignore the temperature: those of raw logits are not what the ids were drawn from.
+
+        Divided by the temperature, the logits of two tokens and so their log-probs lie 1 / temperature times as far apart.
+        """
+        flat, tempered = (self.complete(prompt, 0, 1, t, logprobs=5).logprobs.top_logprobs[0] for t in (1, temperature))
+        both = flat.keys() & tempered.keys()  # the five likeliest, and the one that was drawn if it is another
+        spread, seen = (max(row[token] for token in both) - min(row[token] for token in both) for row in (flat, tempered))
+        if abs(seen - spread) < abs(seen - spread / temperature):
+            die(f"{self.who} gives log-probs at temperature 1 for samples at {temperature:g}: "
+                "start vLLM with --logprobs-mode processed_logprobs, or sample at temperature 1")
+        self.checked.add(temperature)
 
 
 class VLLMEngine:

@@ -19,22 +19,18 @@ A killed run goes on when started again: what is on disk is never computed or pa
 """
 import itertools
 import json
-import os
-import random
 import re
 import time
 import unicodedata
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from statistics import mean
 
 from tqdm import tqdm
 
-from common import (EngineConfig, InfraError, RowLog, at_least, die, grade_completion, load_demos, load_engine, load_hints, load_tasks,
-                    load_world, opt, parse_config, parse_tool_calls, read_jsonl, render_prompt, sample_tasks, seed_note, stable_seed, start_run,
-                    world_files, write_jsonl)
+from common import (EngineConfig, InfraError, RowLog, ask_server, at_least, die, grade_completion, in_threads, load_demos, load_engine,
+                    load_hints, load_tasks, load_world, openai_client, opt, parse_config, parse_tool_calls, read_jsonl, render_prompt,
+                    sample_tasks, seed_note, stable_seed, start_run, world_files, write_jsonl)
 
 
 @dataclass
@@ -233,24 +229,11 @@ def request_body(cfg, seed, refused=()):
     return {key: value for key, value in body.items() if key not in refused}
 
 
-def retry_after(error):
-    """Seconds that the server asks to wait, given as a number or as a date; 0 where it says nothing."""
-    value = error.response.headers.get("retry-after", "") if hasattr(error, "response") else ""
-    try:
-        return float(value) if value[:1].isdigit() else parsedate_to_datetime(value).timestamp() - time.time()
-    except ValueError:
-        return 0.0
-
-
 class OpenAIWriter:
     """Any server with the chat completions API, through the official client."""
 
     def __init__(self, cfg, views):
-        import openai
-        self.openai, self.cfg, self.refused = openai, cfg, set()
-        # Retries are ours alone: the SDK's would multiply them, and its timeout is ten minutes.
-        self.client = openai.OpenAI(base_url=cfg.base_url or None, api_key=os.environ.get("OPENAI_API_KEY") or "none",
-                                    max_retries=0, timeout=cfg.writer_timeout)
+        self.cfg, self.refused, self.client = cfg, set(), openai_client(cfg.base_url, cfg.writer_timeout)
 
     def write(self, view, round_index):
         seed = stable_seed("writer", self.cfg.seed, view["id"], round_index) >> 32  # servers take 31 bits
@@ -266,28 +249,21 @@ class OpenAIWriter:
         return row
 
     def send(self, messages, seed):
-        """One answer, in 1 + max_retries requests at most. Raises Refusal for what waiting does not mend."""
-        for attempt in range(self.cfg.max_retries + 1):
+        """One answer. Raises Refusal for what waiting does not mend."""
+        body = {}
+
+        def request():
+            nonlocal body
             body = request_body(self.cfg, seed, self.refused)
-            try:
-                response = self.client.chat.completions.create(messages=messages, **body)
-                if getattr(response, "choices", None):
-                    return response
-                reason, pause = "an answer without choices", 0.0
-            except self.openai.APIError as error:
-                status = getattr(error, "status_code", 0)  # 0: no answer came
-                reason, pause = "timeout" if isinstance(error, self.openai.APITimeoutError) else str(error), retry_after(error)
-                if "insufficient_quota" in (error.code, error.type):  # a 429 that no waiting mends
-                    die(f"writer: quota exhausted: {reason}")
-                refusal = status == 400 and error.code in ("unsupported_value", "unsupported_parameter")
-                if refusal and error.param in body.keys() - {"model"}:
-                    self.refused.add(error.param)  # remembered for every later request
-                    continue
-                if 400 <= status < 500 and status not in (408, 409, 429):
-                    die(f"writer: bad request: {reason}")
-            if attempt < self.cfg.max_retries:
-                time.sleep(max(pause, 2 ** attempt * (1 + random.random())))  # the server's wish is a lower bound
-        die(f"writer: {self.client.base_url}: {reason} after {attempt + 1} attempts")
+            return self.client.chat.completions.create(messages=messages, **body)
+
+        def mend(error):
+            refusal = getattr(error, "status_code", 0) == 400 and error.code in ("unsupported_value", "unsupported_parameter")
+            if refusal and error.param in body.keys() - {"model"}:
+                self.refused.add(error.param)  # remembered for every later request
+                return True
+
+        return ask_server(request, self.cfg.max_retries, f"writer: {self.client.base_url}", mend=mend)
 
 
 WRITERS = {"scripted": ScriptedWriter, "openai": OpenAIWriter, "file": FileWriter}
@@ -472,16 +448,8 @@ def write_hints(cfg, writer, views, round_index, calls):
         if row is not None:
             calls.add({"id": view["id"], "round": round_index, **row})
 
-    with ThreadPoolExecutor(cfg.concurrency) as pool:
-        futures = [pool.submit(write, view) for view in views if not calls.get({"id": view["id"], "round": round_index})]
-        try:
-            wait(futures, return_when=FIRST_EXCEPTION)
-        finally:  # after a failure or Ctrl-C nothing new is asked; answers under way still reach the disk
-            for future in futures:
-                future.cancel()
-    for future in futures:
-        if not future.cancelled():
-            future.result()
+    asked = [view for view in views if not calls.get({"id": view["id"], "round": round_index})]
+    in_threads(write, asked, cfg.concurrency)  # answers that are under way when one fails still reach the disk
 
 
 # The search.

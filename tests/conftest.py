@@ -1,8 +1,10 @@
-"""Fixtures: a random two-layer Qwen3 with the embedded world's chat template, eight tasks of a kitchen timer, the public fault cases."""
+"""Fixtures: a server on loopback, a random two-layer Qwen3 with the embedded world's chat template, eight tasks of a kitchen timer, the public fault cases."""
 import json
 import os
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch loads: threads that wait leave their core to others
@@ -28,6 +30,63 @@ class LetterTokenizer:
 
     def decode(self, ids, **options):
         return "".join(map(chr, ids))
+
+
+class Server(ThreadingHTTPServer):
+    """Answers POSTs with self.reply(body) = (status, headers, JSON), and remembers them. A GET gets the list of models."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.bodies, self.busy, self.most_busy, self.lock = [], 0, 0, threading.Lock()
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+    def handle_error(self, request, client_address):
+        pass  # a client that timed out
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body, server = json.loads(self.rfile.read(int(self.headers["content-length"]))), self.server
+        with server.lock:
+            server.bodies.append(body)
+            server.busy += 1
+            server.most_busy = max(server.most_busy, server.busy)
+        try:
+            status, headers, answer = server.reply(body)
+        finally:
+            with server.lock:
+                server.busy -= 1
+        self.answer(status, headers, answer)
+
+    def do_GET(self):
+        self.answer(200, {}, {"object": "list", "data": [{"id": name, "object": "model"} for name in ("m", "other")]})
+
+    def answer(self, status, headers, answer):
+        data = json.dumps(answer).encode()
+        self.send_response(status)
+        for name, value in {"content-type": "application/json", "content-length": str(len(data)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+def error_body(code, param=None):
+    return {"error": {"message": f"no: {code}", "type": code, "code": code, "param": param}}
+
+
+@pytest.fixture
+def server():
+    server = Server()
+    yield server
+    server.shutdown()
+    server.server_close()
 
 
 @pytest.fixture

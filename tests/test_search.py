@@ -9,7 +9,6 @@ import threading
 import time
 from dataclasses import replace
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
 import optimize_hints
 from common import Grade, InfraError, Sample, append_jsonl, load_world, read_jsonl
-from conftest import LetterTokenizer
+from conftest import LetterTokenizer, error_body
 from optimize_hints import (Config, Confidence, OpenAIWriter, ScriptedWriter, cost, fill_markers, leak_check, marker_values, request_body,
                             search, writer_messages)
 
@@ -193,46 +192,6 @@ def test_scripted_writer_without_rules_uses_the_schemas(world, cfg):
 
 # The openai writer, over HTTP.
 
-class Server(ThreadingHTTPServer):
-    """Answers POSTs with self.reply(body) = (status, headers, JSON), and remembers them."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.bodies, self.busy, self.most_busy, self.lock = [], 0, 0, threading.Lock()
-        self.reply = lambda body: (200, {}, chat_answer("Take the item_id from the record."))
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_port}/v1"
-
-    def handle_error(self, request, client_address):
-        pass  # a client that timed out
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        body, server = json.loads(self.rfile.read(int(self.headers["content-length"]))), self.server
-        with server.lock:
-            server.bodies.append(body)
-            server.busy += 1
-            server.most_busy = max(server.most_busy, server.busy)
-        try:
-            status, headers, answer = server.reply(body)
-        finally:
-            with server.lock:
-                server.busy -= 1
-        data = json.dumps(answer).encode()
-        self.send_response(status)
-        for name, value in {"content-type": "application/json", "content-length": str(len(data)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args):
-        pass
-
-
 def chat_answer(hint, finish_reason="stop"):
     return {"id": "1", "object": "chat.completion", "created": 0, "model": "served-model",
             "choices": [{"index": 0, "finish_reason": finish_reason, "message": {"role": "assistant", "content": hint}}],
@@ -244,20 +203,14 @@ def num_hints(request):
 
 
 @pytest.fixture
-def server():
-    server = Server()
-    yield server
-    server.shutdown()
-    server.server_close()
+def server(server):
+    server.reply = lambda body: (200, {}, chat_answer("Take the item_id from the record."))
+    return server
 
 
 @pytest.fixture
 def openai_cfg(cfg, server):
     return replace(cfg, writer="openai", writer_model="m", base_url=server.url)
-
-
-def error_body(code, param=None):
-    return {"error": {"message": f"no: {code}", "type": code, "code": code, "param": param}}
 
 
 def test_API_01_request_bodies(case, cfg):
