@@ -66,9 +66,9 @@ def liger_losses(hidden_s, weight, hidden_t, chunk=1024):
     chunked = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=1.0, chunk_size=chunk, compiled=CUDA)
     targets = torch.zeros(len(hidden_s), dtype=torch.long, device=hidden_s.device)  # says which tokens count: all
     yield "loss in Liger's LigerFusedLinearJSDLoss (chunked)", lambda: gradients(chunked(hidden_s, weight, hidden_t, frozen, targets))
-    if CUDA:  # a Triton kernel; its logits are float32, the sum of the weight's gradient is too with accum_dtype
-        fused = LigerFusedLinearJSD(jsd_beta=1.0, accum_dtype=torch.float32)
-        yield "loss in Liger's LigerFusedLinearJSD", lambda: gradients(fused(hidden_s, weight, hidden_t, frozen))
+    for dtype in (None, torch.float32) if CUDA else ():  # a Triton kernel, logits in float32; dtype: of the weight's gradient as it sums
+        fused = LigerFusedLinearJSD(jsd_beta=1.0, accum_dtype=dtype)
+        yield f"loss in Liger's LigerFusedLinearJSD, accum_dtype {dtype}", lambda: gradients(fused(hidden_s, weight, hidden_t, frozen))
 
 
 def bench_losses(tokens=4096, dim=2560, repeats=10):
@@ -171,6 +171,7 @@ class TRLStep:
         tasks, rollouts, prefix, hint, completion = (self.size[x] for x in ("tasks", "rollouts", "prefix", "hint", "completion"))
         per_device = per_device or self.PER_DEVICE[shape]
         self.settings = dict(per_device=per_device, liger=liger, checkpointing=checkpointing, compile=compile)
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # vLLM forms a process group of one; TRL sets the other variables
         draw = torch.Generator().manual_seed(0)
         self.completions = torch.randint(0, VOCAB - 1000, (tasks * rollouts, completion), generator=draw).tolist()
         rows = [dict(prompt=random_words(draw, prefix), privileged_context=random_words(draw, hint)) for _ in range(tasks * (warm + steps))]
@@ -185,7 +186,7 @@ class TRLStep:
             per_device_train_batch_size=per_device, gradient_accumulation_steps=tasks * rollouts // per_device,
             gradient_checkpointing=checkpointing,  # TRL's default is True; all fits without
             use_liger_kernel=liger,  # of the layers alone: SDFT has no fused loss
-            torch_compile=compile,
+            torch_compile=compile,  # the whole model, minutes of compilation; accelerate's compilation by layers leaves SDFT in eval mode
             optim="adamw_torch_fused", learning_rate=1e-6, weight_decay=0.0, max_grad_norm=1.0, lr_scheduler_type="constant",
             # one generation serves the whole batch (steps_per_generation is the accumulation); then no old log-probabilities either
             num_generations=rollouts, num_iterations=1, distillation_is_clip=None,
@@ -197,7 +198,6 @@ class TRLStep:
         )
         self.times = {"step": [], "generation": [], "push": []}  # seconds, in the order of the steps
         self.trainer = self.build(str(folder), args, Dataset.from_list(rows))
-        self.gib, self.device_gib = 0.0, 0.0
 
     def build(self, folder, args, rows):
         from transformers import TrainerCallback
