@@ -686,7 +686,7 @@ def load_engine(cfg, path, model=None):
     stops = stop_ids(tokenizer, SimpleNamespace(config=config, generation_config=generation))
     limit = min(cfg.max_length or config.max_position_embeddings, config.max_position_embeddings)
     if cfg.engine == "openai":
-        return OpenAIEngine(cfg.engine_url, cfg.engine_model, stops, limit), tokenizer
+        return OpenAIEngine(cfg.engine_url, cfg.engine_model, tokenizer, stops, limit), tokenizer
     return VLLMEngine(path, stops, limit, cfg.vllm_memory, cfg.device, cfg.dtype, cfg.seed), tokenizer
 
 
