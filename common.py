@@ -754,6 +754,17 @@ def head_weight(model):
     return head.weight
 
 
+def logits_of(hidden, weight, out=None):
+    """hidden (..., D) @ weight.T (V, D) in float32: a bfloat16 logit of 20 is off by up to 0.06, more than two models may differ.
+
+    On a GPU the product itself is float32, into `out` where it is given (for hidden (n, D)); a CPU has no such product.
+    """
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        flat = torch.mm(hidden.reshape(-1, hidden.shape[-1]), weight.T, out_dtype=torch.float32, out=out)
+        return flat.view(*hidden.shape[:-1], len(weight))
+    return (hidden @ weight.T).float()
+
+
 def plain_weights(model):
     """(Hugging Face name, tensor) of every weight: adapters merged into theirs, tied ones under both names."""
     modules = dict(model.named_modules())
@@ -1030,7 +1041,7 @@ class HFEngine:
         logprobs = torch.zeros(live.numel(), max_new_tokens, device=device)
         lengths = torch.zeros(live.numel(), dtype=torch.long, device=device)
         unfinished = sum(map(len, seeds))
-        logits = (cache.last_hidden @ head.T)[:, None].expand(-1, num, -1)  # (P, n, V)
+        logits = logits_of(cache.last_hidden, head)[:, None].expand(-1, num, -1)  # (P, n, V)
         for step in range(max_new_tokens):
             tokens, token_logprobs = sample_tokens(logits, uniforms[..., step], temperature)  # (P, n)
             ids[index[live], step], logprobs[index[live], step], lengths[index[live]] = tokens[live], token_logprobs[live], step + 1
@@ -1044,7 +1055,7 @@ class HFEngine:
                 slots = live[alive].int().argsort(dim=1, descending=True, stable=True)[:, :most]  # (P', n'), live ones first
                 cache.keep(alive, slots)
                 tokens, live, index, uniforms = (x[alive[:, None], slots] for x in (tokens, live, index, uniforms))
-            logits = cache.advance(tokens) @ head.T
+            logits = logits_of(cache.advance(tokens), head)
         ends = set(self.stop_ids)
         return [[Sample(kept := ids[i, :lengths[i]].tolist(), logprobs[i, :lengths[i]].tolist(), "stop" if kept[-1] in ends else "length")
                  for i in range(p * num, p * num + len(of_prompt))] for p, of_prompt in enumerate(seeds)]
@@ -1202,8 +1213,8 @@ def check_sync(engine, model, prompts, temperature=1.0, tolerance=0.05):
     prompts = sorted((ids[-64:] for ids in prompts), key=len, reverse=True)
     samples = engine.generate(prompts, [range(4)] * len(prompts), 1, temperature)
     with torch.no_grad():
-        logits = SharedCache(model, prompts, 1).last_hidden @ head_weight(model).T
-        logprobs = torch.log_softmax(logits.float() / temperature, -1)  # (P, V)
+        logits = logits_of(SharedCache(model, prompts, 1).last_hidden, head_weight(model))
+        logprobs = torch.log_softmax(logits / temperature, -1)  # (P, V)
     ids = torch.tensor([[sample.ids[0] for sample in group] for group in samples], device=logits.device)
     said = torch.tensor([[sample.logprobs[0] for sample in group] for group in samples], device=logits.device)
     gap = float((logprobs.gather(-1, ids) - said).abs().mean())
@@ -1301,7 +1312,7 @@ def packed_hidden(model, row):
         fill = -len(ids) % 128  # whole blocks; what fills the last one belongs to no task
         ids, positions = (torch.nn.functional.pad(x, (0, fill)) for x in (ids, positions))
         row.task, row.branch = (torch.nn.functional.pad(x.int(), (0, fill), value=-1) for x in (row.task, row.branch))
-        mask = compiled(create_block_mask)(visible(row), None, None, len(ids), len(ids), device)
+        mask = create_block_mask(visible(row), None, None, len(ids), len(ids), device)  # compiling it takes minutes for some lengths
     else:
         index = torch.arange(len(ids), device=device)
         mask = visible(row)(0, 0, index[:, None], index)[None, None]  # (1, 1, L, L), query x key

@@ -23,7 +23,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common import (EngineConfig, RowLog, at_least, bootstrap_ci, die, grade_or_stop, head_weight, load_demos, load_engine, load_hints, load_model,
-                    load_tasks, opt, pack_rows, packed_hidden, parse_config, render_prompt, sample_tasks, seed_note, stable_seed, start_run, torch,
+                    load_tasks, logits_of, opt, pack_rows, packed_hidden, parse_config, render_prompt, sample_tasks, seed_note, stable_seed, start_run, torch,
                     world_files)
 
 
@@ -114,7 +114,7 @@ def score_completions(model, items, row_tokens=512, chunk=256, temperature=1.0):
             hidden = packed_hidden(model, row)  # (T, D), the states that predict row.targets
             for start in range(0, len(hidden), chunk):
                 targets = row.targets[start:start + chunk].to(hidden.device)
-                scores = torch.log_softmax((hidden[start:start + chunk] @ head.T).float() / temperature, -1)  # (C, V)
+                scores = torch.log_softmax(logits_of(hidden[start:start + chunk], head) / temperature, -1)  # (C, V)
                 logprobs += scores.gather(-1, targets[:, None])[:, 0].tolist()
                 entropies += (-(scores.exp() * scores).sum(-1)).tolist()
     scored, at = [], 0

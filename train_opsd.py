@@ -31,7 +31,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from common import (EngineConfig, append_jsonl, at_least, check_sync, die, grade_or_stop, head_weight, load_demos, load_engine, load_hints,
-                    load_model, load_tasks, new_folder, opt, pack_rows, packed_hidden, parse_config, plain_weights, read_jsonl,
+                    load_model, load_tasks, logits_of, new_folder, opt, pack_rows, packed_hidden, parse_config, plain_weights, read_jsonl,
                     render_prompt, sample_tasks, seed_note, stable_seed, start_run, torch, world_files, write_text)
 from evaluate import evaluate_model, refuse_overlap
 
@@ -482,13 +482,6 @@ def fused_reverse_kl(s, t, gradient, temperature=1.0, weight=1.0, block=8192):
     reverse_kl_kernel()[(num * num_parts,)](s, t, gradient, kl, lse, parts, arrived, vocab, num_parts, 1 / temperature, weight,
                                             block=block, max_parts=max_parts, num_warps=8)
     return kl, lse
-
-
-def logits_of(hidden, weight, out=None):
-    """hidden (n, D) @ weight.T (V, D) in float32: bfloat16 logits would blur a difference of 0.01 nats between two models."""
-    if hidden.is_cuda and hidden.dtype != torch.float32:
-        return torch.mm(hidden, weight.T, out_dtype=torch.float32, out=out)
-    return (hidden @ weight.T).float()
 
 
 def loss_and_gradients(token_loss, hidden_s, weight_s, hidden_t, weight_t, grad_weight=None, targets=None, scale=1.0, chunk=256,
