@@ -1191,7 +1191,7 @@ class VLLMEngine:
 
         def watched():
             for name, weight in weights:
-                marks.append(weight.detach().flatten()[:4096].double().square().sum())
+                marks.append(torch.linalg.vector_norm(weight.detach(), dtype=torch.float64))
                 yield name, weight
         if self.on_gpu:
             self.llm.apply_model(lambda model: model.load_weights(watched()))
