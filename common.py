@@ -687,7 +687,8 @@ def load_engine(cfg, path, model=None):
     limit = min(cfg.max_length or config.max_position_embeddings, config.max_position_embeddings)
     if cfg.engine == "openai":
         return OpenAIEngine(cfg.engine_url, cfg.engine_model, tokenizer, stops, limit), tokenizer
-    return VLLMEngine(path, stops, limit, cfg.vllm_memory, cfg.device, cfg.dtype, cfg.seed), tokenizer
+    ranks = {"distributed_executor_backend": "external_launcher"} if torch.distributed.is_initialized() else {}  # an engine each
+    return VLLMEngine(path, stops, limit, cfg.vllm_memory, cfg.device, cfg.dtype, cfg.seed, **ranks), tokenizer
 
 
 def load_tokenizer(path):
@@ -751,7 +752,12 @@ def head_weight(model):
     head = model.get_output_embeddings()
     if scaled or getattr(head, "bias", None) is not None:
         die(f"{model.config.model_type}: its logits are more than a matrix product ({', '.join(scaled) or 'bias'})")
-    return head.weight
+    return whole(head.weight)
+
+
+def whole(tensor):
+    """The full tensor of one that is cut over several processes; all of them must call it together."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def logits_of(hidden, weight, out=None):
@@ -769,6 +775,7 @@ def plain_weights(model):
     """(Hugging Face name, tensor) of every weight: adapters merged into theirs, tied ones under both names."""
     modules = dict(model.named_modules())
     for name, weight in model.state_dict().items():
+        weight = whole(weight)
         owner, adapted, last = name.partition(".base_layer.")
         if adapted and last == "weight":
             weight = (weight.float() + modules[owner].get_delta_weight("default").float()).to(weight.dtype)
