@@ -18,6 +18,7 @@ started again by the same command continues from its last checkpoint to the same
 
     python train_opsd.py
 """
+import dataclasses
 import datetime
 import functools
 import math
@@ -32,9 +33,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+import optimize_hints
 from common import (EngineConfig, append_jsonl, at_least, check_sync, die, grade_or_stop, head_weight, load_demos, load_engine, load_hints,
                     load_model, load_tasks, logits_of, new_folder, opt, pack_rows, packed_hidden, parse_config, plain_weights, read_jsonl,
-                    render_prompt, sample_tasks, seed_note, stable_seed, start_run, torch, whole, world_files, write_text)
+                    render_prompt, sample_tasks, seed_note, stable_seed, start_run, torch, whole, world_files,
+                    write_jsonl, write_text)
 from evaluate import evaluate_model, refuse_overlap
 
 
@@ -78,6 +81,10 @@ class Config(EngineConfig):
     parallel: str = opt("replicate", "under torchrun: replicate = every process holds all weights | shard = each holds a part (FSDP2)",
                         ["replicate", "shard"])
     compile: bool = opt(False, "torch.compile the layers: faster on a GPU after a minute or two of compilation")
+    refresh_every: int = opt(0, "steps between searches of new hints for the tasks that the student still fails; 0 = hints stay")
+    refresh_below: float = opt(0.5, "hint-free pass rate under which a task gets a new hint")
+    refresh_rollouts: int = opt(4, "hint-free rollouts of a task that say so")
+    refresh_preset: str = opt("", "preset of optimize_hints.py for those searches: its writer, its rounds")
     eval_tasks: list[str] = opt(["data/toolworld/eval_tool.jsonl", "data/toolworld/eval_chat.jsonl"], "held-out task files")
     eval_every: int = opt(10, "optimizer steps between evaluations (also before the first and after the last)")
     eval_seeds: int = opt(1, "samples per held-out task")
@@ -109,8 +116,8 @@ def check(cfg):
         if wrong:
             die(message)
     at_least(1, cfg, "steps", "tasks_per_step", "rollouts_per_task", "max_new_tokens", "eval_every", "save_every", "eval_seeds",
-             "row_tokens", "kl_chunk")
-    at_least(0, cfg, "warmup_steps", "weight_decay", "top_k", "lora_rank")
+             "row_tokens", "kl_chunk", "refresh_rollouts")
+    at_least(0, cfg, "warmup_steps", "weight_decay", "top_k", "lora_rank", "refresh_every")
 
 
 def select_tasks(tasks, hints, cfg):
@@ -740,6 +747,38 @@ def open_run(cfg, inputs):
     return Path(cfg.out_dir), *latest_checkpoint(cfg.out_dir, cfg.steps)
 
 
+def refresh_hints(cfg, out_dir, step, engine, tokenizer, tasks, hints):
+    """The hints after `step`, those of the tasks that the student fails too often searched anew ([A] section 2, "refreshed").
+
+    Hint-free rollouts give the pass rates and the new failures; the search runs with the current student as its model, while
+    the teacher of the loss stays the frozen one. All of it is kept in <out_dir>/refresh-<step>, and not made again on resuming.
+    """
+    folder = out_dir / f"refresh-{step}"
+    if rank() == 0 and not (folder / "refreshed.jsonl").exists():
+        folder.mkdir(exist_ok=True)
+        rows = evaluate_model(engine, tokenizer, tasks, cfg.refresh_rollouts, folder / "eval.jsonl", None, stable_seed("refresh", cfg.seed, step),
+                              cfg.temperature, cfg.max_new_tokens, enable_thinking=cfg.enable_thinking, demos=load_demos(cfg.demos))
+        failing = []
+        for task in tasks:
+            of_task = [row for row in rows if row["id"] == task["id"]]
+            if sum(row["passed"] for row in of_task) < cfg.refresh_below * len(of_task):
+                failed = next(row["completion"] for row in of_task if not row["passed"])
+                failing.append(task | {"failed_completion": failed, "failed_feedback": grade_or_stop(task, failed).feedback})
+        found, trials = [], {}
+        if failing:
+            search_cfg = parse_config(optimize_hints.Config, [cfg.refresh_preset] if cfg.refresh_preset else [])
+            shared = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(EngineConfig)}
+            search_cfg = dataclasses.replace(search_cfg, **shared, out_dir=str(folder), seed=stable_seed("refresh", cfg.seed, step),
+                                             temperature=cfg.temperature, max_new_tokens=cfg.max_new_tokens, hint_position=cfg.hint_position)
+            found, trials, _ = optimize_hints.search(search_cfg, failing, engine, tokenizer)
+        num_rollouts = len(rows) + sum("seed" in trial for of_task in trials.values() for trial in of_task)
+        tqdm.write(f"step {step}: {len(failing)} of {len(tasks)} tasks under {cfg.refresh_below:g}, {len(found)} new hints, "
+                   f"{num_rollouts / len(tasks):.1f} rollouts a task")
+        write_jsonl(folder / "refreshed.jsonl", found)
+    wait_for_ranks()
+    return hints | {row["id"]: row for row in read_jsonl(folder / "refreshed.jsonl")}
+
+
 def report(out_dir):
     """Prints the result of a finished run from its record files."""
     scores = {}
@@ -798,6 +837,7 @@ def main(cfg):
             engine.model.load_state_dict(dict(plain_weights(model)))
 
     prompts = render_prompts(tokenizer, trained, hints, cfg, model.config.max_position_embeddings)
+    refreshes = range(cfg.refresh_every, cfg.steps, cfg.refresh_every) if cfg.refresh_every else ()  # steps after which hints are searched
     pass_rates = [row["pass_rate"] for row in read_jsonl(out_dir / "metrics.jsonl")] if resumed else []
     if rank() == 0:
         print(f"{len(trained)} of {len(tasks)} tasks to train on, {len(eval_tasks)} held out, {done} of {cfg.steps} steps done")
@@ -813,6 +853,9 @@ def main(cfg):
     if done == 0:
         evaluate(0)
     for step in range(done + 1, cfg.steps + 1):
+        for earlier in [s for s in refreshes if s == step - 1 or step == done + 1 and s < step]:  # on resuming, all so far
+            hints = refresh_hints(cfg, out_dir, earlier, engine, tokenizer, trained, hints)
+            prompts = render_prompts(tokenizer, trained, hints, cfg, model.config.max_position_embeddings)
         # Sample from the student, without a hint, and grade.
         clock = [time.time()]
         position = (step - 1) * cfg.tasks_per_step
