@@ -675,13 +675,13 @@ def completion_text(tokenizer, prompt, ids):
 
 # Model and attention.
 
-def load_engine(cfg, path, model=None):
+def load_engine(cfg, path, loaded=()):
     """(engine, tokenizer) that sample from the model folder `path`, as the EngineConfig `cfg` says.
 
-    The hf engine samples from `model`, loaded here where the caller has none; the others need no weights in transformers.
+    The hf engine samples from the model in `loaded`, (model, tokenizer), or loads one; the others need no weights in transformers.
     """
     if cfg.engine == "hf":
-        model, tokenizer = (model, load_tokenizer(path)) if model else load_model(path, cfg.device, cfg.dtype)
+        model, tokenizer = loaded or load_model(path, cfg.device, cfg.dtype)
         return HFEngine(model, tokenizer), tokenizer
     from types import SimpleNamespace
     from transformers import AutoConfig, GenerationConfig
@@ -713,7 +713,8 @@ def check_device(device):
 
 
 def load_model(path, device="cpu", dtype="float32"):
-    """(model in eval mode, tokenizer) of a Hugging Face folder, with `attention` below in every layer.
+    """(model in eval mode, tokenizer) of a Hugging Face folder, with `attention` below in every layer; an adapter's is merged into
+    the model that it was made for.
 
     Raises Refusal for a checkpoint that lacks weights and for a model that our attention cannot serve.
     """
@@ -725,18 +726,20 @@ def load_model(path, device="cpu", dtype="float32"):
     AttentionInterface.register("nanoopsd", attention)
     AttentionMaskInterface.register("nanoopsd", sdpa_mask)  # without it transformers would hand over no 2D mask at all
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    if (adapter := Path(path) / "adapter_config.json").exists():
+        from peft import PeftModel
+        model, tokenizer = load_model(json.loads(adapter.read_text("utf-8"))["base_model_name_or_path"], device, dtype)
+        model = PeftModel.from_pretrained(model, path).merge_and_unload().eval()
+        model.name_or_path = str(path)  # an adapter that is trained on top names this one as its base
+        return model, tokenizer
     try:
-        tokenizer, adapter = AutoTokenizer.from_pretrained(path), Path(path) / "adapter_config.json"
-        weights = json.loads(adapter.read_text("utf-8"))["base_model_name_or_path"] if adapter.exists() else path
-        model, info = AutoModelForCausalLM.from_pretrained(weights, dtype=dtype, attn_implementation="nanoopsd", output_loading_info=True)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model, info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="nanoopsd", output_loading_info=True)
     except (OSError, ValueError, KeyError) as error:  # no such folder, no tokenizer in it, a kind of model that is unknown
         what = "it is no Hugging Face folder of a causal LM" if Path(path).is_dir() else "there is no such folder, nor a model hub that has it"
         die(f"cannot load model {path}: {what} ({str(error).splitlines()[0]})")
     if info["missing_keys"]:
         die(f"model {path} lacks weights: {', '.join(sorted(info['missing_keys'])[:3])}")
-    if adapter.exists():
-        from peft import PeftModel
-        model = PeftModel.from_pretrained(model, path).merge_and_unload()
     model = model.to(device).eval()
     for weight in model.parameters():
         # Weights mapped straight from a file stand at odd addresses, where a matrix product of one row rounds differently: a

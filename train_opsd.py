@@ -18,6 +18,7 @@ started again by the same command continues from its last checkpoint to the same
 
     python train_opsd.py
 """
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -224,18 +225,17 @@ def sum_gradients(weights, cfg):
 
 
 def add_adapter(model, cfg, folder=None):
-    """Freezes the model and puts peft's LoRA adapters on its linear layers: new ones, or those saved in `folder`."""
+    """Freezes the model and puts LoRA adapters on its linear layers, new ones or those saved in `folder`. Returns peft's handle:
+    it switches them off and saves them, while the model itself is used as before."""
     try:
         import peft  # optional: the adapters and their file format
     except ImportError:
         die("--lora_rank needs the package peft: pip install peft")
     if folder:
-        model.load_adapter(folder, is_trainable=True)
-    else:
-        torch.manual_seed(stable_seed("adapter", cfg.seed))  # one factor starts at random, the other at zero
-        model.add_adapter(peft.LoraConfig(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"))
-    for name, weight in model.named_parameters():
-        weight.requires_grad_(".lora_" in name)
+        return peft.PeftModel.from_pretrained(model, folder, is_trainable=True)
+    torch.manual_seed(stable_seed("adapter", cfg.seed))  # one factor starts at random, the other at zero
+    return peft.get_peft_model(model, peft.LoraConfig(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules="all-linear",
+                                                      task_type="CAUSAL_LM"), autocast_adapter_dtype=False)
 
 
 def prepare_layers(model, cfg):
@@ -265,18 +265,12 @@ def load_teacher(cfg, student, state):
     return teacher.requires_grad_(False)
 
 
-def teacher_states(teacher, rows, cfg):
-    """(T, D): the teacher's hidden states that predict the rows' completion tokens."""
-    without_adapter = cfg.lora_rank and cfg.teacher == "frozen"
-    if without_adapter:
-        teacher.disable_adapters()
-    try:
-        with torch.no_grad():
-            states = [packed_hidden(teacher, row) for row in [*rows, *rows[-1:] * idle_passes(rows, cfg)]]
-            return torch.cat(states[:len(rows)])
-    finally:
-        if without_adapter:
-            teacher.enable_adapters()
+def teacher_states(teacher, rows, cfg, adapter=None):
+    """(T, D): the teacher's hidden states that predict the rows' completion tokens. A frozen teacher has the adapter off."""
+    off = adapter.disable_adapter() if adapter and cfg.teacher == "frozen" else contextlib.nullcontext()
+    with torch.no_grad(), off:
+        states = [packed_hidden(teacher, row) for row in [*rows, *rows[-1:] * idle_passes(rows, cfg)]]
+        return torch.cat(states[:len(rows)])
 
 
 def update_ema(teacher, student, decay):
@@ -298,21 +292,22 @@ def update(optimizer, weights, grad_clip, bucket=2**28):
 
     Float32 gradients exist for about `bucket` numbers at a time. Raises RuntimeError when the norm is not finite.
     """
-    gradients = [weight.grad for weight, _ in weights if weight.grad is not None]
+    gradients = [weight.grad for weight, _ in weights]
     norm = whole(torch.nn.utils.get_total_norm(gradients))
     if not norm.isfinite():
         raise RuntimeError(f"the gradient norm is {float(norm)}")
     if norm > grad_clip:
         torch.nn.utils.clip_grads_with_norm_([weight for weight, _ in weights], grad_clip, norm)
+    for weight, _ in weights:
+        weight.grad = None
     first = 0
     while first < len(weights):
         last, size = first, 0
-        while last < len(weights) and (last == first or size + weights[last][0].numel() <= bucket):
-            size, last = size + weights[last][0].numel(), last + 1
-        for weight, master in weights[first:last]:
-            if master is not weight:
-                master.grad, weight.grad = weight.grad.float(), None
-        optimizer.step()  # of the masters that have a gradient
+        while last < len(weights) and (last == first or size + gradients[last].numel() <= bucket):
+            size, last = size + gradients[last].numel(), last + 1
+        for i in range(first, last):
+            weights[i][1].grad, gradients[i] = gradients[i].float(), None
+        optimizer.step()  # moves the masters that have a gradient
         for weight, master in weights[first:last]:
             master.grad = None
             if master is not weight:
@@ -331,7 +326,7 @@ def resume(optimizer, weights, state):
         master.data.copy_(spread(saved, master))
 
 
-def save_checkpoint(out_dir, step, cfg, model, tokenizer, optimizer, weights, teacher):
+def save_checkpoint(out_dir, step, cfg, model, tokenizer, optimizer, weights, teacher, adapter):
     """Writes a Hugging Face folder under a temporary name, renames it, then removes the one before.
 
     Before the last step it also holds training_state.pt, and with LoRA the adapter in place of the weights; the finished
@@ -345,7 +340,7 @@ def save_checkpoint(out_dir, step, cfg, model, tokenizer, optimizer, weights, te
         with new_folder(out_dir / ("checkpoint" if step == cfg.steps else f"checkpoint-{step}")) as folder:
             tokenizer.save_pretrained(folder)
             if cfg.lora_rank:
-                save_adapter(model, folder / "adapter" if step == cfg.steps else folder)
+                save_adapter(adapter, folder / "adapter" if step == cfg.steps else folder)
             if plain:
                 saved, _ = load_model(cfg.model, "cpu", cfg.dtype)  # a model in one piece: transformers knows which weights are tied
                 saved.load_state_dict(plain)
@@ -360,10 +355,10 @@ def save_checkpoint(out_dir, step, cfg, model, tokenizer, optimizer, weights, te
     wait_for_ranks()
 
 
-def save_adapter(model, folder):
+def save_adapter(adapter, folder):
     """Writes peft's adapter files; raises ValueError when a tensor in them is not a matrix (a shard looks fine until it is loaded)."""
     from safetensors import safe_open
-    model.save_pretrained(folder)
+    adapter.save_pretrained(folder)
     with safe_open(folder / "adapter_model.safetensors", "pt") as file:
         shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}
     check_adapter(shapes)
@@ -814,8 +809,7 @@ def main(cfg):
         return rank() or report(out_dir)
 
     model, tokenizer = load_model(cfg.model if cfg.lora_rank else resumed or cfg.model, cfg.device, cfg.dtype)
-    if cfg.lora_rank:
-        add_adapter(model, cfg, resumed)
+    adapter = add_adapter(model, cfg, resumed) if cfg.lora_rank else None
     state = torch.load(resumed / "training_state.pt", map_location="cpu") if resumed else {}
     teacher = load_teacher(cfg, model, state)
     for one in dict.fromkeys((model, teacher)):  # one, when they are the same; in one order on all ranks
@@ -826,7 +820,7 @@ def main(cfg):
     optimizer = torch.optim.AdamW([master for _, master in weights], lr=cfg.lr, weight_decay=cfg.weight_decay, fused=True)
     if resumed:
         resume(optimizer, weights, state)
-    engine, _ = load_engine(cfg, cfg.model, None if cfg.parallel == "shard" else model)
+    engine, _ = load_engine(cfg, cfg.model, () if cfg.parallel == "shard" else (model, tokenizer))
 
     def sync(changed=True):  # transformers samples from the weights in training; an engine with weights of its own is given them
         if cfg.engine == "vllm":
@@ -877,7 +871,7 @@ def main(cfg):
         weight = grpo_weight_at(step, cfg, pass_rates)
 
         # Teacher: the hidden states that predict the same tokens with the hint in the prefix.
-        hidden_t = teacher_states(teacher, teacher_rows, cfg)  # (T, D)
+        hidden_t = teacher_states(teacher, teacher_rows, cfg, adapter)  # (T, D)
         clock.append(time.time())
 
         # Student: loss and gradient row by row, divided once by the tokens of the whole step, then the update.
@@ -917,7 +911,7 @@ def main(cfg):
         if step % cfg.eval_every == 0 or step == cfg.steps:
             evaluate(step)
         if step % cfg.save_every == 0 or step == cfg.steps:
-            save_checkpoint(out_dir, step, cfg, model, tokenizer, optimizer, weights, teacher)
+            save_checkpoint(out_dir, step, cfg, model, tokenizer, optimizer, weights, teacher, adapter)
     bar.close()
     if rank() > 0:
         return
