@@ -1,10 +1,12 @@
 """Attention, sampling engine and packed rows: every short cut gives what a plain full forward gives."""
 import copy
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 import common
-from common import HFEngine, SharedCache, attention, head_weight, load_model, pack_rows, packed_hidden, reverse_kl, sample_tasks, stop_ids, torch
+from common import HFEngine, SharedCache, VLLMEngine, attention, head_weight, load_model, pack_rows, packed_hidden, reverse_kl, sample_tasks, stop_ids, torch
 
 
 @pytest.fixture(scope="module")
@@ -357,3 +359,44 @@ def test_samples_of_tasks_have_their_text_and_a_prompt_that_does_not_fit_names_i
     engine.generate = lambda *args, **options: int("x")
     with pytest.raises(ValueError, match="invalid literal"):  # another error stays what it is
         sample_tasks(engine, loaded[1], tasks, prompts, SEEDS, 9, 1.0)
+
+
+class CachingLLM:
+    """What of vllm.LLM a push uses: scores stay cached until reset_prefix_cache."""
+
+    def __init__(self):
+        self.calls, self.weight, self.cache = [], -1.0, {}
+
+    def collective_rpc(self, method, kwargs):
+        self.calls.append("load_weights")
+        (_, weight), = kwargs["weights_iterator"]
+        self.weight = float(weight[0])
+
+    def reset_prefix_cache(self):
+        self.calls.append("reset_prefix_cache")
+        self.cache.clear()
+        return True
+
+    def generate(self, prompts, params, use_tqdm):
+        self.calls.append("generate")
+        score = self.cache.setdefault("x", self.weight)
+        completion = SimpleNamespace(index=0, token_ids=[7], logprobs=[{7: SimpleNamespace(logprob=score)}], finish_reason="length")
+        return [SimpleNamespace(outputs=[completion])]
+
+
+def test_gen_03_a_push_empties_the_prefix_cache_and_must_change_something(case, monkeypatch):
+    expected = case("GEN-03")["expected"]
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **params: params))
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine.llm, engine.on_gpu, engine.stops, engine.max_length, engine.marks = CachingLLM(), False, [], 100, None
+
+    def score():
+        return engine.generate([[1]], [[0]], 1)[0][0].logprobs[0]
+    weights = [("x", torch.tensor([-2.0]))]
+    scores = [score()]
+    engine.push(iter(weights))
+    assert [*scores, score()] == expected["scores"]
+    assert engine.llm.calls[1:] == expected["call_order"]
+    with pytest.raises(RuntimeError, match=expected["second_fault_outcome"].split(": ")[1]):
+        engine.push(iter(weights))
+    engine.push(iter(weights), changed=False)  # an empty hint moves nothing
