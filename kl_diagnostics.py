@@ -197,7 +197,7 @@ def main(cfg):
     out_dir = start_run(cfg.out_dir, cfg, inputs=[*cfg.tasks, cfg.hints, cfg.demos, cfg.model, *world_files(tasks)])
     token_rows, summaries = RowLog(out_dir / "kl_tokens.jsonl", ("id", "seed")), RowLog(out_dir / "kl_summary.jsonl", ("id",))
     model, tokenizer = load_model(cfg.model, cfg.device, cfg.dtype)
-    engine, _ = load_engine(cfg, cfg.model, model)
+    engine, _ = load_engine(cfg, cfg.model, (model, tokenizer))
     bar = tqdm(total=len(tasks), desc="diagnose", unit="task", disable=None)
     for start in range(0, len(tasks), cfg.batch_tasks):
         batch = tasks[start:start + cfg.batch_tasks]

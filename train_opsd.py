@@ -18,8 +18,12 @@ started again by the same command continues from its last checkpoint to the same
 
     python train_opsd.py
 """
+import contextlib
+import dataclasses
+import datetime
 import functools
 import math
+import os
 import random
 import re
 import resource
@@ -30,9 +34,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+import optimize_hints
 from common import (EngineConfig, append_jsonl, at_least, check_sync, die, grade_or_stop, head_weight, load_demos, load_engine, load_hints,
                     load_model, load_tasks, logits_of, new_folder, opt, pack_rows, packed_hidden, parse_config, plain_weights, read_jsonl,
-                    render_prompt, sample_tasks, seed_note, stable_seed, start_run, torch, world_files, write_text)
+                    render_prompt, sample_tasks, seed_note, stable_seed, start_run, torch, whole, world_files,
+                    write_jsonl, write_text)
 from evaluate import evaluate_model, refuse_overlap
 
 
@@ -73,7 +79,13 @@ class Config(EngineConfig):
     lora_rank: int = opt(0, "train adapters of this rank on all linear layers, through peft; 0 = train every weight")
     lora_alpha: float = opt(32.0, "an adapter's product is scaled by lora_alpha / lora_rank")
     gradient_checkpointing: bool = opt(False, "keep a layer's input alone for the backward pass: less memory, a third more time")
+    parallel: str = opt("replicate", "under torchrun: replicate = every process holds all weights | shard = each holds a part (FSDP2)",
+                        ["replicate", "shard"])
     compile: bool = opt(False, "torch.compile the layers: faster on a GPU after a minute or two of compilation")
+    refresh_every: int = opt(0, "steps between searches of new hints for the tasks that the student still fails; 0 = hints stay")
+    refresh_below: float = opt(0.5, "hint-free pass rate under which a task gets a new hint")
+    refresh_rollouts: int = opt(4, "hint-free rollouts of a task that say so")
+    refresh_preset: str = opt("", "preset of optimize_hints.py for those searches: its writer, its rounds")
     eval_tasks: list[str] = opt(["data/toolworld/eval_tool.jsonl", "data/toolworld/eval_chat.jsonl"], "held-out task files")
     eval_every: int = opt(10, "optimizer steps between evaluations (also before the first and after the last)")
     eval_seeds: int = opt(1, "samples per held-out task")
@@ -97,13 +109,16 @@ def check(cfg):
         (cfg.teacher == "ema" and cfg.dtype != "float32", "--teacher ema needs --dtype float32: a bfloat16 mean would stand still"),
         (cfg.lora_rank and cfg.teacher == "ema", "--teacher ema averages every weight: it goes with --lora_rank 0"),
         (cfg.engine == "openai", "--engine openai serves frozen weights: train with hf or vllm"),
+        (cfg.parallel == "shard" and (cfg.lora_rank or cfg.teacher == "ema"), "--parallel shard goes with --lora_rank 0 and not with --teacher ema"),
+        (cfg.parallel == "shard" and world() == 1, "--parallel shard cuts the weights over several processes: start it with torchrun"),
+        (cfg.tasks_per_step < world(), f"--tasks_per_step {cfg.tasks_per_step}: each of the {world()} processes needs a task"),
         (cfg.lora_alpha <= 0, "--lora_alpha is above 0"),
     ]:
         if wrong:
             die(message)
     at_least(1, cfg, "steps", "tasks_per_step", "rollouts_per_task", "max_new_tokens", "eval_every", "save_every", "eval_seeds",
-             "row_tokens", "kl_chunk")
-    at_least(0, cfg, "warmup_steps", "weight_decay", "top_k", "lora_rank")
+             "row_tokens", "kl_chunk", "refresh_rollouts")
+    at_least(0, cfg, "warmup_steps", "weight_decay", "top_k", "lora_rank", "refresh_every")
 
 
 def select_tasks(tasks, hints, cfg):
@@ -138,19 +153,89 @@ def drop_rows_after(path, step):
         write_text(path, "".join(line + "\n" for line in path.read_bytes().decode("utf-8", "replace").split("\n")[:kept]))
 
 
+# More than one GPU: torchrun starts N processes, and each trains on its share of a step's tasks. Alone, a process is rank 0 of 1.
+
+def join_ranks(cfg):
+    """Joins the processes that torchrun has started, if it has, each with a GPU of its own."""
+    if "WORLD_SIZE" not in os.environ or torch.distributed.is_initialized():
+        return
+    if cfg.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    patience = datetime.timedelta(hours=6)  # while the first rank evaluates
+    torch.distributed.init_process_group("nccl" if cfg.device == "cuda" else "gloo", timeout=patience)
+
+
+def world():
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
+def rank():
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def gathered(items):
+    """The items of all ranks in one list, on each of them."""
+    if world() == 1:
+        return items
+    lists = [None] * world()
+    torch.distributed.all_gather_object(lists, items)
+    return [item for of_rank in lists for item in of_rank]
+
+
+def wait_for_ranks():
+    if world() > 1:
+        torch.distributed.barrier()
+
+
+def shard(model):
+    """Cuts all weights over the ranks (FSDP2): a layer's are whole only while it computes. Gradients are summed over ranks."""
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+    mesh, trunk, head = torch.distributed.init_device_mesh(model.device.type, (world(),)), model.base_model, model.get_output_embeddings()
+    tied = head.weight is model.get_input_embeddings().weight
+    for module in [*trunk.layers, trunk]:
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    for module in trunk.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    cut = model.get_input_embeddings().weight if tied else distribute_tensor(head.weight.detach(), mesh, [Shard(0)])
+    head.weight = torch.nn.Parameter(cut, head.weight.requires_grad) if not tied else cut
+
+
+def spread(tensor, like):
+    """`tensor`, which every rank has whole, cut as `like` is."""
+    if not hasattr(like, "full_tensor"):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
+
+
+def idle_passes(rows, cfg):
+    """Passes that this rank makes for company: sharded layers compute on all ranks at once, and another may have more rows."""
+    return max(gathered([len(rows)])) - len(rows) if cfg.parallel == "shard" else 0
+
+
+def sum_gradients(weights, cfg):
+    """Sums the gradients over the ranks. FSDP2 has done so for sharded weights. DistributedDataParallel would want one forward of
+    the whole model per step; here a step is several passes through its trunk."""
+    if world() > 1 and cfg.parallel == "replicate":
+        for weight, _ in weights:
+            torch.distributed.all_reduce(weight.grad)
+
+
 def add_adapter(model, cfg, folder=None):
-    """Freezes the model and puts peft's LoRA adapters on its linear layers: new ones, or those saved in `folder`."""
+    """Freezes the model and puts LoRA adapters on its linear layers, new ones or those saved in `folder`. Returns peft's handle:
+    it switches them off and saves them, while the model itself is used as before."""
     try:
         import peft  # optional: the adapters and their file format
     except ImportError:
         die("--lora_rank needs the package peft: pip install peft")
     if folder:
-        model.load_adapter(folder, is_trainable=True)
-    else:
-        torch.manual_seed(stable_seed("adapter", cfg.seed))  # one factor starts at random, the other at zero
-        model.add_adapter(peft.LoraConfig(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"))
-    for name, weight in model.named_parameters():
-        weight.requires_grad_(".lora_" in name)
+        return peft.PeftModel.from_pretrained(model, folder, is_trainable=True)
+    torch.manual_seed(stable_seed("adapter", cfg.seed))  # one factor starts at random, the other at zero
+    return peft.get_peft_model(model, peft.LoraConfig(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules="all-linear",
+                                                      task_type="CAUSAL_LM"), autocast_adapter_dtype=False)
 
 
 def prepare_layers(model, cfg):
@@ -180,17 +265,12 @@ def load_teacher(cfg, student, state):
     return teacher.requires_grad_(False)
 
 
-def teacher_states(teacher, rows, cfg):
-    """(T, D): the teacher's hidden states that predict the rows' completion tokens."""
-    without_adapter = cfg.lora_rank and cfg.teacher == "frozen"
-    if without_adapter:
-        teacher.disable_adapters()
-    try:
-        with torch.no_grad():
-            return torch.cat([packed_hidden(teacher, row) for row in rows])
-    finally:
-        if without_adapter:
-            teacher.enable_adapters()
+def teacher_states(teacher, rows, cfg, adapter=None):
+    """(T, D): the teacher's hidden states that predict the rows' completion tokens. A frozen teacher has the adapter off."""
+    off = adapter.disable_adapter() if adapter and cfg.teacher == "frozen" else contextlib.nullcontext()
+    with torch.no_grad(), off:
+        states = [packed_hidden(teacher, row) for row in [*rows, *rows[-1:] * idle_passes(rows, cfg)]]
+        return torch.cat(states[:len(rows)])
 
 
 def update_ema(teacher, student, decay):
@@ -212,19 +292,22 @@ def update(optimizer, weights, grad_clip, bucket=2**28):
 
     Float32 gradients exist for about `bucket` numbers at a time. Raises RuntimeError when the norm is not finite.
     """
-    gradients = [weight.grad for weight, _ in weights if weight.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients, error_if_nonfinite=True)
+    gradients = [weight.grad for weight, _ in weights]
+    norm = whole(torch.nn.utils.get_total_norm(gradients))
+    if not norm.isfinite():
+        raise RuntimeError(f"the gradient norm is {float(norm)}")
     if norm > grad_clip:
         torch.nn.utils.clip_grads_with_norm_([weight for weight, _ in weights], grad_clip, norm)
+    for weight, _ in weights:
+        weight.grad = None
     first = 0
     while first < len(weights):
         last, size = first, 0
-        while last < len(weights) and (last == first or size + weights[last][0].numel() <= bucket):
-            size, last = size + weights[last][0].numel(), last + 1
-        for weight, master in weights[first:last]:
-            if master is not weight:
-                master.grad, weight.grad = weight.grad.float(), None
-        optimizer.step()  # of the masters that have a gradient
+        while last < len(weights) and (last == first or size + gradients[last].numel() <= bucket):
+            size, last = size + gradients[last].numel(), last + 1
+        for i in range(first, last):
+            weights[i][1].grad, gradients[i] = gradients[i].float(), None
+        optimizer.step()  # moves the masters that have a gradient
         for weight, master in weights[first:last]:
             master.grad = None
             if master is not weight:
@@ -233,35 +316,49 @@ def update(optimizer, weights, grad_clip, bucket=2**28):
     return norm
 
 
-def save_checkpoint(out_dir, step, cfg, model, tokenizer, optimizer, weights, teacher):
+def resume(optimizer, weights, state):
+    """Puts the saved training state back: optimizer and float32 masters."""
+    masters = [master for _, master in weights]
+    for index, moments in state["optimizer"]["state"].items():
+        state["optimizer"]["state"][index] = {name: spread(x, masters[index]) if x.ndim else x for name, x in moments.items()}
+    optimizer.load_state_dict(state["optimizer"])
+    for (_, master), saved in zip([pair for pair in weights if pair[0] is not pair[1]], state["masters"]):
+        master.data.copy_(spread(saved, master))
+
+
+def save_checkpoint(out_dir, step, cfg, model, tokenizer, optimizer, weights, teacher, adapter):
     """Writes a Hugging Face folder under a temporary name, renames it, then removes the one before.
 
     Before the last step it also holds training_state.pt, and with LoRA the adapter in place of the weights; the finished
     run's has the adapter merged in, and beside it in `adapter`. Step and seed name the data position and every random
     stream, so no generator state is needed.
     """
-    with new_folder(out_dir / ("checkpoint" if step == cfg.steps else f"checkpoint-{step}")) as folder:
-        tokenizer.save_pretrained(folder)
-        if cfg.lora_rank:
-            save_adapter(model, folder / "adapter" if step == cfg.steps else folder)
-        if not cfg.lora_rank:
-            model.save_pretrained(folder)
-        elif step == cfg.steps:
-            merged, _ = load_model(cfg.model, "cpu", cfg.dtype)
-            merged.load_state_dict(dict(plain_weights(model)))
-            merged.save_pretrained(folder)
-        if step < cfg.steps:
-            state = {"optimizer": optimizer.state_dict(), "masters": [master.data for weight, master in weights if master is not weight]}
-            if cfg.teacher == "ema":
-                state["teacher"] = teacher.state_dict()
-            torch.save(state, folder / "training_state.pt")
-    latest_checkpoint(out_dir, cfg.steps)
+    kept = {"optimizer": optimizer.state_dict(), "masters": [master.data for weight, master in weights if master is not weight]}
+    kept = torch.utils._pytree.tree_map(whole, kept)  # as are the weights: any number of processes can resume
+    plain = dict(plain_weights(model)) if cfg.parallel == "shard" or step == cfg.steps else None
+    if rank() == 0:
+        with new_folder(out_dir / ("checkpoint" if step == cfg.steps else f"checkpoint-{step}")) as folder:
+            tokenizer.save_pretrained(folder)
+            if cfg.lora_rank:
+                save_adapter(adapter, folder / "adapter" if step == cfg.steps else folder)
+            if plain:
+                saved, _ = load_model(cfg.model, "cpu", cfg.dtype)  # a model in one piece: transformers knows which weights are tied
+                saved.load_state_dict(plain)
+                saved.save_pretrained(folder)
+            elif not cfg.lora_rank:
+                model.save_pretrained(folder)
+            if step < cfg.steps:
+                if cfg.teacher == "ema":
+                    kept["teacher"] = teacher.state_dict()
+                torch.save(kept, folder / "training_state.pt")
+        latest_checkpoint(out_dir, cfg.steps)
+    wait_for_ranks()
 
 
-def save_adapter(model, folder):
+def save_adapter(adapter, folder):
     """Writes peft's adapter files; raises ValueError when a tensor in them is not a matrix (a shard looks fine until it is loaded)."""
     from safetensors import safe_open
-    model.save_pretrained(folder)
+    adapter.save_pretrained(folder)
     with safe_open(folder / "adapter_model.safetensors", "pt") as file:
         shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}
     check_adapter(shapes)
@@ -576,23 +673,34 @@ class Rollout:
                 "reward": self.grade.reward, "finish_reason": sample.finish_reason, "reverse_kl": reverse_kl}
 
 
-def sample_rollouts(engine, tokenizer, tasks, prompts, cfg, position):
-    """The graded rollouts of the student on `tasks`: a list per task. `position` counts the tasks trained on before them.
+def sample_rollouts(engine, tokenizer, places, prompts, cfg):
+    """The graded rollouts of the student: a list for each of `places`, (position, task). The position counts the tasks trained on
+    before it and names the random stream.
 
     The text is for the grader only: training goes on with the sampled ids.
     """
-    seeds = [[stable_seed("rollout", cfg.seed, position + i, k) for k in range(cfg.rollouts_per_task)] for i in range(len(tasks))]
+    tasks = [task for _, task in places]
+    seeds = [[stable_seed("rollout", cfg.seed, position, k) for k in range(cfg.rollouts_per_task)] for position, _ in places]
     samples = sample_tasks(engine, tokenizer, tasks, [prompts[task["id"]][0] for task in tasks], seeds, cfg.max_new_tokens,
                            cfg.temperature)
     return [[Rollout(task, seed, sample, grade_or_stop(task, sample.text)) for seed, sample in zip(task_seeds, task_samples)]
             for task, task_seeds, task_samples in zip(tasks, seeds, samples)]
 
 
-def rollout_metrics(rollouts, rewards):
-    """What metrics.jsonl says of a step's rollouts; rewards (tasks, rollouts per task). Silent groups have equal rewards: no GRPO."""
-    return {"reward_mean": float(rewards.mean()), "pass_rate": sum(rollout.grade.passed for rollout in rollouts) / len(rollouts),
-            "truncated_frac": sum(rollout.sample.finish_reason == "length" for rollout in rollouts) / len(rollouts),
+def rollout_metrics(rows, per_task):
+    """What metrics.jsonl says of a step's rollouts, per_task rows after one another. Silent groups have equal rewards: no GRPO."""
+    rewards = torch.tensor([row["reward"] for row in rows]).view(-1, per_task)
+    return {"reward_mean": float(rewards.mean()), "pass_rate": float((rewards >= 1).float().mean()),
+            "truncated_frac": sum(row["finish_reason"] == "length" for row in rows) / len(rows),
             "silent_groups_frac": float((rewards.std(-1, correction=0) < 1e-8).float().mean())}
+
+
+def token_means(num_tokens, **values):
+    """{name: mean} of (T,) values over the step's tokens, those of all ranks."""
+    sums = torch.stack([value.double().sum() for value in values.values()])
+    if world() > 1:
+        torch.distributed.all_reduce(sums)
+    return dict(zip(values, (sums / num_tokens).tolist()))
 
 
 def student_pass(model, teacher, rows, hidden_t, loss_of, num_tokens, cfg):
@@ -601,20 +709,69 @@ def student_pass(model, teacher, rows, hidden_t, loss_of, num_tokens, cfg):
     loss_of(span) is the token loss of the completion tokens `span`, hidden_t (T, D) what the teacher made of them, num_tokens
     the tokens of the whole step. Returns (mean loss, log student(target) (T,), KL(student || teacher) (T,)).
     """
-    losses, logprobs, kls, start = [], [], [], 0
-    head = head_weight(model)
-    if head.requires_grad and head.grad is None:
-        head.grad = torch.zeros_like(head)
+    losses, logprobs, kls, start, idle = [], [], [], 0, idle_passes(rows, cfg)
+    head, head_t, weight = head_weight(model).detach(), head_weight(teacher).detach(), model.get_output_embeddings().weight
+    if weight.requires_grad and weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    grad_head = torch.zeros_like(head) if cfg.parallel == "shard" else weight.grad
     for row in rows:
         span = slice(start, start := start + len(row.targets))
         hidden = packed_hidden(model, row)  # (tokens of the row, D)
-        loss, gradient, logprob, kl = loss_and_gradients(
-            loss_of(span), hidden.detach(), head.detach(), hidden_t[span], head_weight(teacher).detach(), head.grad,
-            row.targets.to(hidden.device), 1 / num_tokens, cfg.kl_chunk, cfg.temperature)
+        loss, gradient, logprob, kl = loss_and_gradients(loss_of(span), hidden.detach(), head, hidden_t[span], head_t, grad_head,
+                                                         row.targets.to(hidden.device), 1 / num_tokens, cfg.kl_chunk, cfg.temperature)
         hidden.backward(gradient)
         for found, value in ((losses, loss), (logprobs, logprob), (kls, kl)):
             found.append(value)
-    return float(torch.stack(losses).sum()) / num_tokens, torch.cat(logprobs), torch.cat(kls)
+    for _ in range(idle):
+        hidden = packed_hidden(model, rows[-1])
+        hidden.backward(torch.zeros_like(hidden))
+    if cfg.parallel == "shard":
+        torch.distributed.all_reduce(grad_head)
+        weight.grad += spread(grad_head, weight)
+    return token_means(num_tokens, loss=torch.stack(losses))["loss"], torch.cat(logprobs), torch.cat(kls)
+
+
+def open_run(cfg, inputs):
+    """(run folder, checkpoint to resume from or None, its step), after the first rank has cut the records back to that step."""
+    if rank() == 0:
+        out_dir = start_run(cfg.out_dir, cfg, inputs, ignore=("parallel",))  # another number of processes may go on
+        _, done = latest_checkpoint(out_dir, cfg.steps)
+        for name in ("metrics.jsonl", "rollouts.jsonl", "eval.jsonl") if done < cfg.steps else ():
+            drop_rows_after(out_dir / name, done)
+    wait_for_ranks()
+    return Path(cfg.out_dir), *latest_checkpoint(cfg.out_dir, cfg.steps)
+
+
+def refresh_hints(cfg, out_dir, step, engine, tokenizer, tasks, hints):
+    """The hints after `step`, those of the tasks that the student fails too often searched anew ([A] section 2, "refreshed").
+
+    Hint-free rollouts give the pass rates and the new failures; the search runs with the current student as its model, while
+    the teacher of the loss stays the frozen one. All of it is kept in <out_dir>/refresh-<step>, and not made again on resuming.
+    """
+    folder = out_dir / f"refresh-{step}"
+    if rank() == 0 and not (folder / "refreshed.jsonl").exists():
+        folder.mkdir(exist_ok=True)
+        rows = evaluate_model(engine, tokenizer, tasks, cfg.refresh_rollouts, folder / "eval.jsonl", None, stable_seed("refresh", cfg.seed, step),
+                              cfg.temperature, cfg.max_new_tokens, enable_thinking=cfg.enable_thinking, demos=load_demos(cfg.demos))
+        failing = []
+        for task in tasks:
+            of_task = [row for row in rows if row["id"] == task["id"]]
+            if sum(row["passed"] for row in of_task) < cfg.refresh_below * len(of_task):
+                failed = next(row["completion"] for row in of_task if not row["passed"])
+                failing.append(task | {"failed_completion": failed, "failed_feedback": grade_or_stop(task, failed).feedback})
+        found, trials = [], {}
+        if failing:
+            search_cfg = parse_config(optimize_hints.Config, [cfg.refresh_preset] if cfg.refresh_preset else [])
+            shared = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(EngineConfig)}
+            search_cfg = dataclasses.replace(search_cfg, **shared, out_dir=str(folder), seed=stable_seed("refresh", cfg.seed, step),
+                                             temperature=cfg.temperature, max_new_tokens=cfg.max_new_tokens, hint_position=cfg.hint_position)
+            found, trials, _ = optimize_hints.search(search_cfg, failing, engine, tokenizer)
+        num_rollouts = len(rows) + sum("seed" in trial for of_task in trials.values() for trial in of_task)
+        tqdm.write(f"step {step}: {len(failing)} of {len(tasks)} tasks under {cfg.refresh_below:g}, {len(found)} new hints, "
+                   f"{num_rollouts / len(tasks):.1f} rollouts a task")
+        write_jsonl(folder / "refreshed.jsonl", found)
+    wait_for_ranks()
+    return hints | {row["id"]: row for row in read_jsonl(folder / "refreshed.jsonl")}
 
 
 def report(out_dir):
@@ -639,74 +796,82 @@ def report(out_dir):
 
 
 def main(cfg):
+    join_ranks(cfg)
     check(cfg)
     started = time.time()
     tasks, eval_tasks = load_tasks(cfg.tasks, cfg.num_tasks), load_tasks(cfg.eval_tasks)
     refuse_overlap(tasks, eval_tasks)
     hints = load_hints(cfg.hints, tasks, cfg.control, cfg.seed)
     trained = select_tasks(tasks, hints, cfg)
-    out_dir = start_run(cfg.out_dir, cfg, inputs=[*cfg.tasks, *cfg.eval_tasks, cfg.hints, cfg.demos, cfg.model,
-                                             *world_files([*tasks, *eval_tasks])])
-    resumed, done = latest_checkpoint(out_dir, cfg.steps)
+    out_dir, resumed, done = open_run(cfg, [*cfg.tasks, *cfg.eval_tasks, cfg.hints, cfg.demos, cfg.model,
+                                            *world_files([*tasks, *eval_tasks])])
     if done == cfg.steps:
-        return report(out_dir)
-    for name in ("metrics.jsonl", "rollouts.jsonl", "eval.jsonl"):
-        drop_rows_after(out_dir / name, done)
+        return rank() or report(out_dir)
 
     model, tokenizer = load_model(cfg.model if cfg.lora_rank else resumed or cfg.model, cfg.device, cfg.dtype)
-    if cfg.lora_rank:
-        add_adapter(model, cfg, resumed)
+    adapter = add_adapter(model, cfg, resumed) if cfg.lora_rank else None
     state = torch.load(resumed / "training_state.pt", map_location="cpu") if resumed else {}
     teacher = load_teacher(cfg, model, state)
-    for one in {model, teacher}:
+    for one in dict.fromkeys((model, teacher)):  # one, when they are the same; in one order on all ranks
         prepare_layers(one, cfg)
+        if cfg.parallel == "shard":
+            shard(one)
     weights = trained_weights(model)
     optimizer = torch.optim.AdamW([master for _, master in weights], lr=cfg.lr, weight_decay=cfg.weight_decay, fused=True)
     if resumed:
-        optimizer.load_state_dict(state["optimizer"])
-        for (_, master), saved in zip([pair for pair in weights if pair[0] is not pair[1]], state["masters"]):
-            master.data.copy_(saved)
-    engine, _ = load_engine(cfg, cfg.model, model)
+        resume(optimizer, weights, state)
+    engine, _ = load_engine(cfg, cfg.model, () if cfg.parallel == "shard" else (model, tokenizer))
 
-    def sync(changed=True):  # transformers samples from the weights in training; vLLM has its own and is given them
+    def sync(changed=True):  # transformers samples from the weights in training; an engine with weights of its own is given them
         if cfg.engine == "vllm":
             engine.push(plain_weights(model), changed)
-            check_sync(engine, model, [student for student, _ in list(prompts.values())[:8]], cfg.temperature)
+            check_sync(engine, model, [student for student, _ in list(prompts.values())[:8]], cfg.temperature,
+                       0.05 if cfg.dtype == "float32" else 0.15)  # in bfloat16 equal weights were seen 0.06 apart
+        elif cfg.parallel == "shard":
+            engine.model.load_state_dict(dict(plain_weights(model)))
 
     prompts = render_prompts(tokenizer, trained, hints, cfg, model.config.max_position_embeddings)
+    refreshes = range(cfg.refresh_every, cfg.steps, cfg.refresh_every) if cfg.refresh_every else ()  # steps after which hints are searched
     pass_rates = [row["pass_rate"] for row in read_jsonl(out_dir / "metrics.jsonl")] if resumed else []
-    print(f"{len(trained)} of {len(tasks)} tasks to train on, {len(eval_tasks)} held out, {done} of {cfg.steps} steps done")
-    bar = tqdm(total=cfg.steps, initial=done, desc="train", unit="step", disable=None)
+    if rank() == 0:
+        print(f"{len(trained)} of {len(tasks)} tasks to train on, {len(eval_tasks)} held out, {done} of {cfg.steps} steps done")
+    bar = tqdm(total=cfg.steps, initial=done, desc="train", unit="step", disable=rank() > 0 or None)
 
     def evaluate(step):
-        evaluate_model(engine, tokenizer, eval_tasks, cfg.eval_seeds, out_dir / "eval.jsonl", {"step": step}, cfg.seed,
-                       cfg.temperature, cfg.max_new_tokens, enable_thinking=cfg.enable_thinking, demos=load_demos(cfg.demos))
+        if rank() == 0:
+            evaluate_model(engine, tokenizer, eval_tasks, cfg.eval_seeds, out_dir / "eval.jsonl", {"step": step}, cfg.seed,
+                           cfg.temperature, cfg.max_new_tokens, enable_thinking=cfg.enable_thinking, demos=load_demos(cfg.demos))
+        wait_for_ranks()
 
     sync(changed=False)
     if done == 0:
         evaluate(0)
     for step in range(done + 1, cfg.steps + 1):
+        for earlier in [s for s in refreshes if s == step - 1 or step == done + 1 and s < step]:  # on resuming, all so far
+            hints = refresh_hints(cfg, out_dir, earlier, engine, tokenizer, trained, hints)
+            prompts = render_prompts(tokenizer, trained, hints, cfg, model.config.max_position_embeddings)
         # Sample from the student, without a hint, and grade.
         clock = [time.time()]
         position = (step - 1) * cfg.tasks_per_step
-        batch = [trained[i] for i in task_order(len(trained), cfg.seed, position, cfg.tasks_per_step)]
-        groups = sample_rollouts(engine, tokenizer, batch, prompts, cfg, position)
+        order = task_order(len(trained), cfg.seed, position, cfg.tasks_per_step)
+        places = [(position + i, trained[task]) for i, task in enumerate(order)][rank()::world()]  # all of them, when alone
+        groups = sample_rollouts(engine, tokenizer, places, prompts, cfg)
         rewards = torch.tensor([[rollout.grade.reward for rollout in group] for group in groups])  # (tasks, per task)
         clock.append(time.time())
 
         # Pack twice. Every (T,) tensor from here on lists the completion tokens in one order: task, rollout, token.
         student_rows, teacher_rows = (pack_rows([(prompts[task["id"]][role], [rollout.sample.ids for rollout in group])
-                                                 for task, group in zip(batch, groups)], cfg.row_tokens) for role in (0, 1))
+                                                 for (_, task), group in zip(places, groups)], cfg.row_tokens) for role in (0, 1))
         rollouts = [rollout for group in groups for rollout in group]
         lengths = [len(rollout.sample.ids) for rollout in rollouts]
-        num_tokens = sum(lengths)  # T
-        targets = torch.cat([row.targets for row in student_rows]).to(cfg.device)
-        sampler_logprobs = torch.tensor([x for rollout in rollouts for x in rollout.sample.logprobs], device=cfg.device)
-        grpo = grpo_advantages(rewards).flatten().float().repeat_interleave(torch.tensor(lengths)).to(cfg.device)
+        num_tokens = sum(gathered(lengths))  # of the whole step; T is the share of this rank, so all of them when it is alone
+        targets = torch.cat([row.targets for row in student_rows]).to(model.device)
+        sampler_logprobs = torch.tensor([x for rollout in rollouts for x in rollout.sample.logprobs], device=model.device)
+        grpo = grpo_advantages(rewards).flatten().float().repeat_interleave(torch.tensor(lengths)).to(model.device)
         weight = grpo_weight_at(step, cfg, pass_rates)
 
         # Teacher: the hidden states that predict the same tokens with the hint in the prefix.
-        hidden_t = teacher_states(teacher, teacher_rows, cfg)  # (T, D)
+        hidden_t = teacher_states(teacher, teacher_rows, cfg, adapter)  # (T, D)
         clock.append(time.time())
 
         # Student: loss and gradient row by row, divided once by the tokens of the whole step, then the update.
@@ -714,6 +879,7 @@ def main(cfg):
             return dense_loss(cfg.divergence, cfg.top_k) if cfg.loss == "dense" else policy_gradient_loss(
                 targets[span], sampler_logprobs[span], grpo[span], weight, cfg.advantage_clip)
         loss, logprobs, kl = student_pass(model, teacher, student_rows, hidden_t, loss_of, num_tokens, cfg)
+        sum_gradients(weights, cfg)
         optimizer.param_groups[0]["lr"] = lr_at(step, cfg)
         grad_norm = update(optimizer, weights, cfg.grad_clip)
         if cfg.teacher == "ema":
@@ -725,25 +891,30 @@ def main(cfg):
         # Records, held-out evaluation, checkpoint: in this order, so that a checkpoint vouches for all rows up to its step.
         log_ratio = logprobs - sampler_logprobs  # trainer against sampler, nats
         ratio = log_ratio.exp()
-        metrics = {"step": step, "loss": loss, "reverse_kl": float(kl.mean()), "num_tokens": num_tokens,
-                   "grad_norm": float(grad_norm), "lr": lr_at(step, cfg), **rollout_metrics(rollouts, rewards),
+        rows = gathered([(position, rollout.row(step, hints, float(of_rollout.mean())) | seed_note(engine)) for (position, rollout), of_rollout
+                         in zip([(position, rollout) for (position, _), group in zip(places, groups) for rollout in group], kl.split(lengths))])
+        rows = [row for _, row in sorted(rows, key=lambda placed: placed[0])]
+        metrics = {"step": step, "loss": loss, "num_tokens": num_tokens, "grad_norm": float(grad_norm), "lr": lr_at(step, cfg),
+                   **rollout_metrics(rows, cfg.rollouts_per_task),
                    "row_fill": sum(len(row.input_ids) for row in student_rows) / (len(student_rows) * cfg.row_tokens),
-                   "logprob_gap": float(log_ratio.abs().mean()), "sampler_kl_k3": float((ratio - 1 - log_ratio).mean())}
+                   **token_means(num_tokens, reverse_kl=kl, logprob_gap=log_ratio.abs(), sampler_kl_k3=ratio - 1 - log_ratio)}
         if cfg.loss == "policy_gradient":
-            metrics |= {"grpo_weight": weight, "ratio_mean": float(ratio.mean()),
-                        "ratio_clipped_frac": float((ratio > 2).float().mean())}
+            metrics |= {"grpo_weight": weight, **token_means(num_tokens, ratio_mean=ratio, ratio_clipped_frac=ratio > 2)}
         metrics |= {f"seconds_{name}": b - a for name, a, b in zip(("sample", "teacher", "student", "push"), clock, clock[1:])}
-        append_jsonl(out_dir / "metrics.jsonl", metrics)
         pass_rates.append(metrics["pass_rate"])
-        for rollout, of_rollout in zip(rollouts, kl.split(lengths)):
-            append_jsonl(out_dir / "rollouts.jsonl", rollout.row(step, hints, float(of_rollout.mean())) | seed_note(engine))
+        if rank() == 0:
+            append_jsonl(out_dir / "metrics.jsonl", metrics)
+            for row in rows:
+                append_jsonl(out_dir / "rollouts.jsonl", row)
         bar.update()
         bar.set_postfix_str(f"reverse KL {metrics['reverse_kl']:.3f}, training pass rate {metrics['pass_rate']:.2f}")
         if step % cfg.eval_every == 0 or step == cfg.steps:
             evaluate(step)
         if step % cfg.save_every == 0 or step == cfg.steps:
-            save_checkpoint(out_dir, step, cfg, model, tokenizer, optimizer, weights, teacher)
+            save_checkpoint(out_dir, step, cfg, model, tokenizer, optimizer, weights, teacher, adapter)
     bar.close()
+    if rank() > 0:
+        return
     report(out_dir)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
     on_device = f", {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB on the GPU" if model.device.type == "cuda" else ""

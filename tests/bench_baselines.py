@@ -18,8 +18,9 @@ import threading
 import time
 from pathlib import Path
 
-# TRL reports its use over the network, and models and tokenizers come from a local folder
-os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="false", TRL_EXPERIMENTAL_SILENCE="1")
+# No reports of use over the network; models and tokenizers come from a local folder
+os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", VLLM_NO_USAGE_STATS="1", TRL_EXPERIMENTAL_SILENCE="1",
+                  TOKENIZERS_PARALLELISM="true")  # 131,000 words a step: 0.2 s on one core, counted against TRL
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch  # noqa: E402
@@ -40,19 +41,18 @@ def synchronize():
 # --- losses -------------------------------------------------------------------------------------------------------------------
 
 
-def liger_losses(hidden_s, weight, hidden_t, chunk=1024):
-    """(name, work) for each other way to the loss. work() -> gradients of hidden_s (T, D) and weight (V, D), both bfloat16.
+def liger_losses(hidden_s, weight_s, hidden_t, weight_t, chunk=1024):
+    """(name, work) for each other way to the loss. work() -> gradients of hidden_s (T, D) and weight_s (V, D), both bfloat16.
 
-    The loss is the mean over tokens of KL(student || teacher) in nats, the student's logits hidden_s @ weight.T and the
-    teacher's hidden_t @ weight.T (the same weight, detached: a teacher of its own costs the same). `chunk` is Liger's default.
+    The loss is the mean over tokens of KL(student || teacher) in nats, the student's logits hidden_s @ weight_s.T and the
+    teacher's hidden_t @ weight_t.T, which needs no gradient. `chunk` (tokens) is Liger's default. Liger's
+    LigerFusedLinearKLDivLoss is not here: it is the other KL, and the teacher's probabilities must be there already.
     """
-    frozen = weight.detach()
-
     def gradients(loss):
-        return torch.autograd.grad(loss, (hidden_s, weight))
+        return torch.autograd.grad(loss, (hidden_s, weight_s))
 
     def plain():
-        logp, logq = (torch.log_softmax((h @ w.T).float(), -1) for h, w in ((hidden_s, weight), (hidden_t, frozen)))
+        logp, logq = (torch.log_softmax((h @ w.T).float(), -1) for h, w in ((hidden_s, weight_s), (hidden_t, weight_t)))
         return gradients((logp.exp() * (logp - logq)).sum(-1).mean())
 
     yield "loss in plain torch, all logits at once", plain
@@ -63,34 +63,46 @@ def liger_losses(hidden_s, weight, hidden_t, chunk=1024):
         print(f"no Liger losses: {error}", flush=True)
         return
     # beta 1 is the reverse KL; the hard loss has weight 0, and Liger then leaves it out. Its log-softmax is in bfloat16.
-    chunked = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=1.0, chunk_size=chunk, compiled=CUDA)
     targets = torch.zeros(len(hidden_s), dtype=torch.long, device=hidden_s.device)  # says which tokens count: all
-    yield "loss in Liger's LigerFusedLinearJSDLoss (chunked)", lambda: gradients(chunked(hidden_s, weight, hidden_t, frozen, targets))
+    for compiled in (True, False) if CUDA else (False,):  # Liger's default is True
+        chunked = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=1.0, chunk_size=chunk, compiled=compiled)
+        yield (f"loss in Liger's LigerFusedLinearJSDLoss (chunked), compiled {compiled}",
+               lambda loss=chunked: gradients(loss(hidden_s, weight_s, hidden_t, weight_t, targets)))
     for dtype in (None, torch.float32) if CUDA else ():  # a Triton kernel, logits in float32; dtype: of the weight's gradient as it sums
         fused = LigerFusedLinearJSD(jsd_beta=1.0, accum_dtype=dtype)
-        yield f"loss in Liger's LigerFusedLinearJSD, accum_dtype {dtype}", lambda: gradients(fused(hidden_s, weight, hidden_t, frozen))
+        yield (f"loss in Liger's LigerFusedLinearJSD, accum_dtype {dtype}",
+               lambda loss=fused: gradients(loss(hidden_s, weight_s, hidden_t, weight_t, None)))  # None: all tokens count
 
 
 def bench_losses(tokens=4096, dim=2560, repeats=10):
-    """Seconds, GiB above inputs and gradients, and gradient errors of each loss; the numbers are those of bench_speed's kernel part."""
+    """Seconds, GiB above inputs and gradients, and gradient errors of each loss; the numbers are those of bench_speed's kernel part.
+
+    The teacher has the student's weight, detached: one of its own would cost the same. A loss that fails is a line that says so.
+    """
     torch.manual_seed(0)
     hidden_s = torch.randn(tokens, dim, device=DEVICE).bfloat16().requires_grad_()
     hidden_t = (hidden_s.detach().float() + 0.3 * torch.randn(tokens, dim, device=DEVICE)).bfloat16()
     weight = (0.05 * torch.randn(VOCAB, dim, device=DEVICE)).bfloat16().requires_grad_()
-    for name, work in liger_losses(hidden_s, weight, hidden_t):
-        if not CUDA:
-            start = time.perf_counter()
-            got = work()
-            line(name, time.perf_counter() - start, norms=[round(float(x.float().norm()), 6) for x in got])
-            continue
-        torch.cuda.empty_cache()
-        kept = (torch.cuda.memory_allocated() + hidden_s.nbytes + weight.nbytes) / 2**30  # the inputs, and gradients of their sizes
-        spent, gib = seconds(work, repeats, 3)
-        grad_hidden, grad_weight = (tokens * x for x in work())  # of the sum over tokens; a power of two: exact
-        errors = kernel_errors(hidden_s, weight, hidden_t, grad_hidden, grad_weight)
-        errors.pop("equal")  # that one is about our own loss
-        line(name, spent, gib=gib - kept, errors=errors)
-        del grad_hidden, grad_weight
+    for name, work in liger_losses(hidden_s, weight, hidden_t, weight.detach()):
+        try:
+            bench_loss(name, work, hidden_s, weight, hidden_t, repeats)
+        except Exception as error:  # the other lines are worth having
+            print(f"{name}: {type(error).__name__}: {error}", flush=True)
+
+
+def bench_loss(name, work, hidden_s, weight, hidden_t, repeats):
+    if not CUDA:
+        start = time.perf_counter()
+        got = work()
+        return line(name, time.perf_counter() - start, norms=[round(float(x.float().norm()), 6) for x in got])
+    torch.cuda.empty_cache()
+    kept = (torch.cuda.memory_allocated() + hidden_s.nbytes + weight.nbytes) / 2**30  # the inputs, and gradients of their sizes
+    spent, gib = seconds(work, repeats, 3)
+    tokens = len(hidden_s)
+    grad_hidden, grad_weight = (tokens * x for x in work())  # of the sum over tokens; a power of two: exact
+    errors = kernel_errors(hidden_s, weight, hidden_t, grad_hidden, grad_weight)
+    errors.pop("equal")  # that one is about our own loss
+    return line(name, spent, gib=gib - kept, errors=errors)
 
 
 # --- a step of TRL's trainer --------------------------------------------------------------------------------------------------
@@ -158,13 +170,14 @@ class TRLStep:
     forward, 0 for the shape's own. folder: where save_model() put the model. Lengths are in tokens.
     """
 
-    # Rows of one forward, the rest by gradient accumulation. Larger micro-batches of 9,000 tokens and more do not run faster, and
-    # the largest that fits without checkpointing (which costs a third forward) is best; beside vLLM's share 4B has room for 8.
+    # Rows of one forward, the rest by gradient accumulation: the largest that should fit one H200 (139 GiB) beside vLLM without
+    # checkpointing, which costs another forward. At 4B: 37 GiB of weights, gradients, AdamW and teacher, about 37 GiB of
+    # activations and 6 to 10 of logits with 8 rows, and vLLM's 28. --per_device tries others.
     PER_DEVICE = {"qwen3_4b": 8, "qwen3_0.6b": 16, "tiny": 2}
     # vLLM's share of the device: the weights, keys and values of 64 sequences (10.5 and 7.7 GiB), and what its profile run needs.
     VLLM_SHARE = {"qwen3_4b": 0.2, "qwen3_0.6b": 0.13, "tiny": 0.1}
 
-    def __init__(self, shape, folder, generation="random", liger=CUDA, per_device=0, checkpointing=False, compile=False, steps=3, warm=1):
+    def __init__(self, shape, folder, generation="random", liger=CUDA, per_device=0, checkpointing=False, compile=False, steps=3, warm=2):
         from datasets import Dataset
         from trl.experimental.sdft import SDFTConfig
         self.size, self.generation, self.warm = SIZES.get(shape, FULL), generation, warm
@@ -175,7 +188,7 @@ class TRLStep:
         draw = torch.Generator().manual_seed(0)
         self.completions = torch.randint(0, VOCAB - 1000, (tasks * rollouts, completion), generator=draw).tolist()
         rows = [dict(prompt=random_words(draw, prefix), privileged_context=random_words(draw, hint)) for _ in range(tasks * (warm + steps))]
-        exact = {"vllm": {"ignore_eos": True}, "transformers": {"min_new_tokens": completion}, "random": {}}[generation]
+        exact = {"vllm": {"ignore_eos": True, "detokenize": False}, "transformers": {"min_new_tokens": completion}, "random": {}}[generation]
         args = SDFTConfig(
             output_dir=str(Path(folder) / "out"), report_to="none", save_strategy="no", logging_steps=1000, disable_tqdm=True, seed=0,
             max_steps=warm + steps, use_cpu=not CUDA,
@@ -196,7 +209,7 @@ class TRLStep:
             use_vllm=generation == "vllm", vllm_mode="colocate", vllm_gpu_memory_utilization=self.VLLM_SHARE[shape],
             vllm_max_model_length=prefix + completion + 16, vllm_enable_sleep_mode=False,  # sleeping would move weights in each step
         )
-        self.times = {"step": [], "generation": [], "push": []}  # seconds, in the order of the steps
+        self.times = {"step": [], "generation": [], "push": [], "tokenize": []}  # seconds, in the order of the steps
         self.trainer = self.build(str(folder), args, Dataset.from_list(rows))
 
     def build(self, folder, args, rows):
@@ -209,6 +222,9 @@ class TRLStep:
                 if bench.generation == "random":
                     return prompt_ids, bench.completions
                 return bench.timed("generation", lambda: super(Trainer, self)._generate(prompt_ids))
+
+            def _tokenize_prompts(self, prompts):
+                return bench.timed("tokenize", lambda: super(Trainer, self)._tokenize_prompts(prompts))
 
         class Clock(TrainerCallback):
             """Seconds from one step's end to the next: data, generation, passes, optimizer, logging."""
@@ -249,20 +265,23 @@ class TRLStep:
         return result
 
     def run(self):
-        """Train for the warm-up and the counted steps. -> medians in seconds (step without generation, generation, push inside it,
-        whole) and peaks in GiB over the counted steps, by torch and by the device's own count."""
+        """Train for the warm-up and the counted steps. -> medians in seconds (step without generation, tokenizing inside it, generation,
+        push of weights inside that, whole) and peaks in GiB over the counted steps, by torch and by the device's own count."""
         with DeviceMemory() as self.memory:
             result = self.trainer.train()
         whole = self.times["step"][self.warm:]
         generation = self.times["generation"][self.warm:] or [0.0] * len(whole)
-        row = dict(without_generation=[a - b for a, b in zip(whole, generation)], generation=generation, push=self.times["push"][self.warm:], whole=whole)
+        tokenize = [sum(self.times["tokenize"][2 * i:2 * i + 2]) for i in range(self.warm, len(self.times["step"]))]  # student's and teacher's
+        row = dict(without_generation=[a - b for a, b in zip(whole, generation)], tokenize=tokenize, generation=generation,
+                   push=self.times["push"][self.warm:], whole=whole)
         row = {name: round(statistics.median(values), 4) for name, values in row.items() if values}
         row |= dict(gib=round(torch.cuda.max_memory_allocated() / 2**30, 2) if CUDA else None, device_gib=round(self.memory.gib, 2),
                     loss=round(result.training_loss, 6), warm=round(self.times["step"][0], 2))
         return row
 
 
-def bench_trl(shape, folder, generation, **settings):
+def trl_sdft_step(shape, folder, generation="random", **settings):
+    """Print and return the seconds and GiB of TRLStep.run(); seconds: the step without generation, or the whole step if it has one."""
     save_model(shape, folder)
     step = TRLStep(shape, folder, generation, **settings)
     row = step.run()
@@ -285,7 +304,7 @@ def main():
         bench_losses(**({} if CUDA else dict(tokens=64, dim=64)))
     if "trl" in args.parts:
         with tempfile.TemporaryDirectory() as temporary:
-            bench_trl(args.shape, args.folder or temporary, args.generation, liger=bool(args.liger), per_device=args.per_device,
+            trl_sdft_step(args.shape, args.folder or temporary, args.generation, liger=bool(args.liger), per_device=args.per_device,
                       checkpointing=bool(args.checkpointing), compile=bool(args.compile), steps=args.steps)
 
 

@@ -1,7 +1,8 @@
 """How fast the training step is, beside the floor that the arithmetic sets. A bench, not a test: it needs a GPU.
 
     python tests/bench_speed.py --shape qwen3_4b
-    python tests/bench_speed.py --shape qwen3_0.6b --parts step grow
+    python tests/bench_speed.py --shape qwen3_0.6b --row_tokens 16896 --parts step rollouts whole grow
+    python tests/bench_speed.py --lora_rank 16 --gradient_checkpointing --row_tokens 2304 --vllm_memory 0.072 --parts whole  # 24 GiB
 
 Models have random weights in the shape's sizes; a step is 8 tasks x 8 rollouts, prefix 1024 (and 64 tokens of hint for the
 teacher), completion 128. Each line: seconds, floor in seconds, their ratio, GiB at the peak. The floor counts products of
@@ -125,11 +126,14 @@ def kernel_errors(hidden_s, weight, hidden_t, got_hidden, got_weight):
 class Step:
     """A student, its teacher and AdamW: what train_opsd does between two rollouts."""
 
-    def __init__(self, shape, row_tokens, compile=True, checkpointing=False):
-        self.cfg = train_opsd.Config(row_tokens=row_tokens, kl_chunk=512, compile=compile, gradient_checkpointing=checkpointing,
-                                     dtype="bfloat16", device="cuda")
-        self.model, self.teacher = random_model(shape), random_model(shape).requires_grad_(False)
-        for model in (self.model, self.teacher):
+    def __init__(self, shape, row_tokens, compile=True, lora_rank=0, checkpointing=False):
+        self.cfg = train_opsd.Config(row_tokens=row_tokens, kl_chunk=512, compile=compile, lora_rank=lora_rank, dtype="bfloat16",
+                                     gradient_checkpointing=checkpointing, device="cuda")
+        self.model = self.teacher = random_model(shape)
+        self.adapter = train_opsd.add_adapter(self.model, self.cfg) if lora_rank else None
+        if not lora_rank:
+            self.teacher = random_model(shape).requires_grad_(False)
+        for model in dict.fromkeys((self.model, self.teacher)):
             train_opsd.prepare_layers(model, self.cfg)
         self.weights = train_opsd.trained_weights(self.model)
         self.optimizer = torch.optim.AdamW([master for _, master in self.weights], lr=1e-6, weight_decay=0.0, fused=True)
@@ -142,7 +146,7 @@ class Step:
         return pack_rows(items, self.cfg.row_tokens), pack_rows([(ids(HINT) + p, c) for p, c in items], self.cfg.row_tokens), items
 
     def backward(self, student_rows, teacher_rows):
-        hidden_t = train_opsd.teacher_states(self.teacher, teacher_rows, self.cfg)
+        hidden_t = train_opsd.teacher_states(self.teacher, teacher_rows, self.cfg, self.adapter)
         return train_opsd.student_pass(self.model, self.teacher, student_rows, hidden_t, lambda span: train_opsd.dense_loss(),
                                        len(hidden_t), self.cfg)
 
@@ -161,14 +165,14 @@ def step_flops(shape, tasks, rollouts, prefix, completion=COMPLETION):
     return layers * (6 * student + 2 * (student + tasks * HINT)) + 8 * tasks * rollouts * completion * VOCAB * size["hidden_size"]
 
 
-def bench_step(shape, rate, row_tokens):
-    step = Step(shape, row_tokens)
+def bench_step(shape, rate, row_tokens, **options):
+    step = Step(shape, row_tokens, **options)
     student_rows, teacher_rows, items = step.rows(TASKS, ROLLOUTS, PREFIX)
     start = time.perf_counter()
     step.step(student_rows, teacher_rows)
     compiling = time.perf_counter() - start
     spent, gib = seconds(lambda: step.step(student_rows, teacher_rows))
-    teaching, _ = seconds(lambda: train_opsd.teacher_states(step.teacher, teacher_rows, step.cfg), 3, 1)
+    teaching, _ = seconds(lambda: train_opsd.teacher_states(step.teacher, teacher_rows, step.cfg, step.adapter), 3, 1)
     moving = seconds_of_update(step, student_rows, teacher_rows)
     fill = sum(len(row.input_ids) for row in student_rows) / (len(student_rows) * row_tokens)
     line(f"step without generation, {shape}", spent, step_flops(shape, TASKS, ROLLOUTS, PREFIX) / rate, gib, teacher=round(teaching, 4),
@@ -281,13 +285,17 @@ def main():
     parser.add_argument("--parts", nargs="+", default=["kernel", "step"])
     parser.add_argument("--row_tokens", type=int, default=4224)
     parser.add_argument("--vllm_memory", type=float, default=0.2)
+    parser.add_argument("--lora_rank", type=int, default=0)
+    parser.add_argument("--gradient_checkpointing", action="store_true")
+    parser.add_argument("--no_compile", action="store_true")
     args = parser.parse_args()
     rate = matmul_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {rate / 1e12:.0f} TFLOP/s on a product of 8192 x 8192", flush=True)
     if "kernel" in args.parts:
         bench_kernel(rate)
     if set(args.parts) - {"kernel"}:
-        step = bench_step(args.shape, rate, args.row_tokens)
+        step = bench_step(args.shape, rate, args.row_tokens, compile=not args.no_compile, lora_rank=args.lora_rank,
+                          checkpointing=args.gradient_checkpointing)
     if {"rollouts", "whole"} & set(args.parts):
         with tempfile.TemporaryDirectory() as folder:
             engine = vllm_engine(args.shape, folder, args.vllm_memory)

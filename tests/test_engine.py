@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 import common
-from common import (HFEngine, SharedCache, VLLMEngine, attention, check_sync, head_weight, load_model, pack_rows, packed_hidden, reverse_kl,
-                    sample_tasks, stop_ids, torch)
+from common import HFEngine, SharedCache, VLLMEngine, attention, head_weight, load_model, pack_rows, packed_hidden, reverse_kl, sample_tasks, stop_ids, torch
 
 
 @pytest.fixture(scope="module")
@@ -362,88 +361,42 @@ def test_samples_of_tasks_have_their_text_and_a_prompt_that_does_not_fit_names_i
         sample_tasks(engine, loaded[1], tasks, prompts, SEEDS, 9, 1.0)
 
 
-# VLLMEngine, its vllm replaced by the public case's fake one; the real one is in test_vllm.py.
+class CachingLLM:
+    """What of vllm.LLM a push uses: scores stay cached until reset_prefix_cache."""
 
-class CachedLLM:
-    """Scores every prompt with its one weight, once: until the prefix cache is reset it repeats what it said before."""
+    def __init__(self):
+        self.calls, self.weight, self.cache = [], -1.0, {}
 
-    def __init__(self, resets=True):
-        self.calls, self.weight, self.cache, self.resets = [], None, {}, resets
-
-    def apply_model(self, function):
-        function(self)
-
-    def load_weights(self, weights):
+    def collective_rpc(self, method, kwargs):
         self.calls.append("load_weights")
-        [(_, weight)] = weights
-        self.weight = float(weight)
-
-    def collective_rpc(self, method, kwargs):  # the CPU build's way
-        assert method == "reload_weights"
-        self.load_weights(kwargs["weights_iterator"])
+        (_, weight), = kwargs["weights_iterator"]
+        self.weight = float(weight[0])
 
     def reset_prefix_cache(self):
         self.calls.append("reset_prefix_cache")
-        if self.resets:
-            self.cache.clear()
-        return self.resets
+        self.cache.clear()
+        return True
 
     def generate(self, prompts, params, use_tqdm):
         self.calls.append("generate")
-        outputs = []
-        for prompt, param in zip(prompts, params):
-            logprob = self.cache.setdefault(tuple(prompt["prompt_token_ids"]), self.weight)
-            outputs.append(SimpleNamespace(outputs=[SimpleNamespace(index=k, token_ids=[7], finish_reason="stop", logprobs=[
-                {7: SimpleNamespace(logprob=logprob)}]) for k in range(param.n)]))
-        return outputs
+        score = self.cache.setdefault("x", self.weight)
+        completion = SimpleNamespace(index=0, token_ids=[7], logprobs=[{7: SimpleNamespace(logprob=score)}], finish_reason="length")
+        return [SimpleNamespace(outputs=[completion])]
 
 
-@pytest.fixture(params=[True, False], ids=["gpu", "cpu"])
-def cached_engine(request, monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **options: SimpleNamespace(**options)))
+def test_gen_03_a_push_empties_the_prefix_cache_and_must_change_something(case, monkeypatch):
+    expected = case("GEN-03")["expected"]
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **params: params))
     engine = VLLMEngine.__new__(VLLMEngine)
-    engine.llm, engine.on_gpu, engine.stops, engine.max_length, engine.marks = CachedLLM(), request.param, [7], 100, None
-    return engine
+    engine.llm, engine.on_gpu, engine.stops, engine.max_length, engine.marks = CachingLLM(), False, [], 100, None
 
-
-def scored(engine):
-    [[sample]] = engine.generate([[1, 2, 3]], [[0]], 1)
-    return sample.logprobs[0]
-
-
-def test_GEN_03_a_push_loads_then_forgets_the_old_prefixes(cached_engine, case):
-    engine, expected = cached_engine, case("GEN-03")["expected"]
-    v0, v1 = ([("score", torch.tensor([value]))] for value in expected["scores"])
-    engine.push(v0)
-    scores = [scored(engine)]
-    engine.llm.calls.clear()
-    engine.push(v1)
-    scores.append(scored(engine))
-    assert scores == expected["scores"] != expected["faulty_scores_without_reset"]
-    assert engine.llm.calls == expected["call_order"]
-    engine.llm.calls.clear()
-    with pytest.raises(RuntimeError, match=expected["second_fault_outcome"].removeprefix("raise: ")):
-        engine.push(v1)
-    engine.push(v1, changed=False)
-    assert engine.llm.calls == 2 * expected["call_order"][:2]
-
-
-def test_GEN_03_a_cache_that_stays_stops_the_run(cached_engine):
-    engine = cached_engine
-    engine.push([("score", torch.tensor([-1.0]))])
-    assert scored(engine) == -1
-    engine.llm.resets = False
-    with pytest.raises(RuntimeError, match="kept its prefix cache"):
-        engine.push([("score", torch.tensor([-2.0]))])
-    assert scored(engine) == -1  # what would have been trained on
-
-
-def test_GEN_03_the_probe_after_a_sync(engine, model, prompts, case):
-    tolerance = case("GEN-03")["input"]["probe_tolerance"]
-    assert check_sync(engine, model, prompts, tolerance=tolerance) < 1e-5
-    assert check_sync(engine, model, prompts, 0.6, tolerance) < 1e-5
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        other.base_model.embed_tokens.weight.mul_(1.5)
-    with pytest.raises(SystemExit, match="sampler and trainer disagree by .* more than 0.05"):
-        check_sync(engine, other, prompts, tolerance=tolerance)
+    def score():
+        return engine.generate([[1]], [[0]], 1)[0][0].logprobs[0]
+    weights = [("x", torch.tensor([-2.0]))]
+    scores = [score()]
+    engine.push(iter(weights))
+    assert [*scores, score()] == expected["scores"]
+    assert engine.llm.calls[1:] == expected["call_order"]
+    with pytest.raises(RuntimeError, match=expected["second_fault_outcome"].split(": ")[1]):
+        engine.push(iter(weights))
+    engine.push(iter(weights), changed=False)  # an empty hint moves nothing

@@ -103,14 +103,14 @@ def help_of(script):
 
 def test_every_help_answers_and_every_flag_of_the_readme_exists():
     known = {script: set(re.findall(r"--(?:no-)?(\w+)", help_of(script))) for script in SCRIPTS}
-    known["data/toolworld/prepare.py"] = {"check"}
+    known |= {"data/toolworld/prepare.py": {"check"}, "data/smollm2/prepare.py": {"out_dir", "wheel", "gguf"}}
     for script in STAGES:
         assert len(known[script]) > 8, script
     commands = README.replace("\\\n", " ")
     for script, rest in re.findall(r"\b([\w/]+\.py)((?: [^\n`&|]*)?)", commands):
         wrong = set(re.findall(r"--(?:no-)?(\w+)", rest)) - known.get(script, set())
         assert not wrong, f"{script} has no flag {sorted(wrong)}"
-    others = {"index_url"}  # pip's
+    others = {"index_url", "nproc_per_node"}  # pip's and torchrun's
     everywhere = {flag.replace("-", "_") for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", README)}
     assert everywhere <= set().union(*known.values()) | others
 

@@ -551,7 +551,8 @@ def test_without_hints_it_says_what_to_run_first(run):
 
 # Resume.
 
-@pytest.mark.parametrize("flags", [{}, {"teacher": "ema"}, {"loss": "policy_gradient", "grpo_weight": 0.5, "grpo_schedule": "adaptive"}])
+@pytest.mark.parametrize("flags", [{}, {"teacher": "ema"}, {"loss": "policy_gradient", "grpo_weight": 0.5, "grpo_schedule": "adaptive"},
+                                   {"refresh_every": 1, "refresh_rollouts": 2}])
 def test_train_03_resumed_run_equals_the_unbroken_one(run, monkeypatch, flags):
     unbroken = run("unbroken", steps=4, **flags)
     calls, append = itertools.count(), train_opsd.append_jsonl
@@ -568,6 +569,22 @@ def test_train_03_resumed_run_equals_the_unbroken_one(run, monkeypatch, flags):
     assert read_jsonl(run.folder / "resumed" / "metrics.jsonl")[-1]["step"] == 3
     monkeypatch.setattr(train_opsd, "append_jsonl", append)
     assert files(run("resumed", steps=4, **flags)) == files(unbroken)
+
+
+def test_failing_tasks_get_new_hints_and_the_others_keep_theirs(run, monkeypatch):
+    passing = {f"chat{i}" for i in range(4)}  # the pass rates decide, whatever a random model says
+    graded = train_opsd.evaluate_model
+
+    def evaluate_model(*args, **options):
+        return [row | {"passed": row["id"] in passing} for row in graded(*args, **options)]
+    monkeypatch.setattr(train_opsd, "evaluate_model", evaluate_model)
+    folder = run("refreshed", steps=4, refresh_every=2, refresh_rollouts=2)
+    asked = read_jsonl(folder / "refresh-2" / "eval.jsonl")
+    assert len(asked) == 6 * 2 and not (folder / "refresh-4").exists()  # nothing would train on hints found after the last step
+    new = {row["id"]: row["hint_id"] for row in read_jsonl(folder / "refresh-2" / "refreshed.jsonl")}
+    assert new and not new.keys() & passing
+    for row in read_jsonl(folder / "rollouts.jsonl"):
+        assert (row["hint_id"] == new.get(row["id"])) == (row["step"] > 2 and row["id"] in new)
 
 
 def test_the_latest_whole_checkpoint_counts(tmp_path):
