@@ -729,7 +729,7 @@ def load_model(path, device="cpu", dtype="float32"):
     if (adapter := Path(path) / "adapter_config.json").exists():
         from peft import PeftModel
         model, tokenizer = load_model(json.loads(adapter.read_text("utf-8"))["base_model_name_or_path"], device, dtype)
-        model = PeftModel.from_pretrained(model, path).merge_and_unload().eval()
+        model = PeftModel.from_pretrained(model, path).merge_and_unload().eval().requires_grad_(True)  # peft froze it
         model.name_or_path = str(path)  # an adapter that is trained on top names this one as its base
         return model, tokenizer
     try:

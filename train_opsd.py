@@ -232,7 +232,7 @@ def add_adapter(model, cfg, folder=None):
     except ImportError:
         die("--lora_rank needs the package peft: pip install peft")
     if folder:
-        return peft.PeftModel.from_pretrained(model, folder, is_trainable=True)
+        return peft.PeftModel.from_pretrained(model, folder, is_trainable=True, autocast_adapter_dtype=False)
     torch.manual_seed(stable_seed("adapter", cfg.seed))  # one factor starts at random, the other at zero
     return peft.get_peft_model(model, peft.LoraConfig(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules="all-linear",
                                                       task_type="CAUSAL_LM"), autocast_adapter_dtype=False)

@@ -1,5 +1,7 @@
 """LoRA: only the adapter moves, the teacher is the model with the adapter off, checkpoints are plain folders."""
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -125,3 +127,79 @@ def test_the_probe_sees_the_merged_policy(tiny_model_dir):
     sampler.load_state_dict(dict(plain_weights(model)))
     assert check_sync(engine, model, prompts) < 1e-3
     assert head_weight(model) is model.get_output_embeddings().weight
+
+
+def test_a_teacher_pass_that_fails_leaves_the_adapter_on(tiny_model_dir):
+    model, _ = load_model(tiny_model_dir)
+    adapter = add_adapter(model, Config(lora_rank=4))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if ".lora_B" in name:
+                weight.normal_()
+    before, rows = hidden(model), pack_rows([(list(range(3, 40)), [list(range(50, 60))])], 100)
+    rows[0].predict = torch.tensor([10_000])
+    with pytest.raises(IndexError):
+        train_opsd.teacher_states(model, rows, Config(lora_rank=4), adapter)
+    assert torch.equal(hidden(model), before)
+
+
+@pytest.mark.parametrize("flags", [{"dtype": "bfloat16", "lr": 1e-3}, {"teacher": "live", "gradient_checkpointing": True}])
+def test_train_03_a_run_that_was_cut_within_a_step_goes_on(run, monkeypatch, flags):
+    unbroken, append = run("unbroken", **flags), train_opsd.append_jsonl
+
+    def cut(path, row):
+        if path.name == "rollouts.jsonl" and row["step"] == 3:
+            raise KeyboardInterrupt
+        append(path, row)
+    monkeypatch.setattr(train_opsd, "append_jsonl", cut)
+    with pytest.raises(KeyboardInterrupt):
+        run("cut", **flags)
+    monkeypatch.setattr(train_opsd, "append_jsonl", append)
+    cut_run = run("cut", **flags)
+    for name in ("rollouts.jsonl", "eval.jsonl", "checkpoint/model.safetensors", "checkpoint/adapter/adapter_model.safetensors"):
+        assert (cut_run / name).read_bytes() == (unbroken / name).read_bytes(), name
+
+
+def test_train_04_another_process_reads_a_finished_run_without_peft(run, case):
+    checkpoint, ids = run("lora", steps=2) / "checkpoint", list(range(5, 25))
+    code = f"""
+import sys, torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+with safe_open({str(checkpoint / 'model.safetensors')!r}, "pt") as file:
+    assert len({{"lm_head.weight", "model.embed_tokens.weight"}} & set(file.keys())) == {case("TRAIN-04")["expected"]["tensors_written_for_tied_pair"]}
+plain = AutoModelForCausalLM.from_pretrained({str(checkpoint)!r}, dtype=torch.float32).eval()
+assert plain.lm_head.weight.data_ptr() == plain.model.embed_tokens.weight.data_ptr()
+with torch.no_grad():
+    logits = plain(torch.tensor([{ids}])).logits
+assert "peft" not in sys.modules
+torch.save(logits, {str(checkpoint / 'logits.pt')!r})
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    model, _ = load_model(checkpoint)
+    with torch.no_grad():
+        torch.testing.assert_close(model(torch.tensor([ids])).logits, torch.load(checkpoint / "logits.pt"), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_train_02_a_run_from_an_adapter_folder_is_taught_by_the_merged_model(run, case, tiny_model_dir, rank):
+    start = run("start", steps=2) / "checkpoint" / "adapter"
+    folder = run("again", model=str(start), control="empty", steps=1, lora_rank=rank)
+    assert read_jsonl(folder / "metrics.jsonl")[0]["reverse_kl"] == case("TRAIN-02")["expected"]["kl_step0_snapshot_teacher_eval_mode"]
+    base, before, after = (load_model(path)[0].state_dict() for path in (tiny_model_dir, start, folder / "checkpoint"))
+    assert all(torch.equal(before[name], after[name]) for name in before) and any(not torch.equal(base[name], after[name]) for name in base)
+    hinted = run("hinted", model=str(start), steps=2, save_every=1, lora_rank=rank)
+    assert read_jsonl(hinted / "metrics.jsonl")[0]["reverse_kl"] > 0
+    if rank:  # an adapter on an adapter: both are merged when it is read
+        plain, stacked = (load_model(path)[0].state_dict() for path in (hinted / "checkpoint", hinted / "checkpoint" / "adapter"))
+        for name in plain:
+            torch.testing.assert_close(plain[name], stacked[name], atol=1e-6, rtol=1e-5)
+
+
+def test_train_04_broken_shapes_are_found_in_the_file(tiny_model_dir, tmp_path):
+    model, _ = load_model(tiny_model_dir)
+    adapter = add_adapter(model, Config(lora_rank=4))
+    train_opsd.save_adapter(adapter, tmp_path / "whole")
+    model.model.layers[0].self_attn.q_proj.lora_A["default"].weight = torch.nn.Parameter(torch.empty(0))
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj.lora_A.weight \(1-D, 0 values\)$"):
+        train_opsd.save_adapter(adapter, tmp_path / "broken")

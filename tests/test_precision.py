@@ -111,3 +111,18 @@ def test_bfloat16_runs_resume_with_their_masters(tiny_model_dir, tiny_tasks, tmp
     train_opsd.main(dataclasses.replace(cfg, out_dir=str(tmp_path / "cut")))
     for name in ("rollouts.jsonl", "checkpoint/model.safetensors"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "unbroken" / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("flags", [{"gradient_checkpointing": True}, {"gradient_checkpointing": True, "teacher": "live"}])
+def test_checkpointed_layers_and_sampling_take_turns(tiny_model_dir, tiny_tasks, tmp_path, flags):
+    lines = tiny_tasks.read_text().splitlines(True)
+    (tmp_path / "train.jsonl").write_text("".join(lines[2:]))
+    (tmp_path / "eval.jsonl").write_text("".join(lines[:2]))
+    (tmp_path / "hints.jsonl").write_text('{"failure_kind": "wrong_unit", "hint": "In minutes."}\n{"failure_kind": "too_long", "hint": "Be brief."}\n')
+    found = []
+    for name, on in (("plain", {**flags, "gradient_checkpointing": False}), ("checkpointed", flags)):
+        train_opsd.main(Config(tasks=[str(tmp_path / "train.jsonl")], eval_tasks=[str(tmp_path / "eval.jsonl")], hints=str(tmp_path / "hints.jsonl"),
+                               model=str(tiny_model_dir), steps=3, tasks_per_step=3, rollouts_per_task=2, max_new_tokens=8, lr=1e-3,
+                               warmup_steps=1, row_tokens=600, eval_every=2, save_every=3, out_dir=str(tmp_path / name), **on))
+        found.append([(tmp_path / name / file).read_bytes() for file in ("rollouts.jsonl", "eval.jsonl", "checkpoint/model.safetensors")])
+    assert found[0] == found[1]
