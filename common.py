@@ -695,7 +695,9 @@ def load_engine(cfg, path, loaded=()):
     limit = min(cfg.max_length or config.max_position_embeddings, config.max_position_embeddings)
     if cfg.engine == "openai":
         return OpenAIEngine(cfg.engine_url, cfg.engine_model, tokenizer, stops, limit), tokenizer
-    ranks = {"distributed_executor_backend": "external_launcher"} if torch.distributed.is_initialized() else {}  # an engine each
+    # Under torchrun an engine each. vLLM joins a group of one by itself, and a second engine in this process finds it there.
+    several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    ranks = {"distributed_executor_backend": "external_launcher"} if several else {}
     return VLLMEngine(path, stops, limit, cfg.vllm_memory, cfg.device, cfg.dtype, **ranks), tokenizer
 
 

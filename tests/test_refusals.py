@@ -10,6 +10,7 @@ import evaluate
 import kl_diagnostics
 import optimize_hints
 import train_opsd
+from common import ROOT, parse_config
 
 
 @pytest.mark.parametrize("stage, flag", [(evaluate, "seeds"), (evaluate, "batch_tasks"), (evaluate, "max_new_tokens"), (kl_diagnostics, "rollouts"),
@@ -100,3 +101,18 @@ def test_an_answer_of_the_writer_without_text_is_an_empty_hint(message):
     task = common.load_tasks(["data/toolworld/train_tool.jsonl"], 1)[0]
     row = writer.write({key: task[key] for key in optimize_hints.VISIBLE} | {"trials": []}, 0)
     assert row["hint"] == "" and "prompt_tokens" not in row
+
+
+PRESETS = sorted(ROOT.glob("data/toolworld/*.yaml"))
+SEARCHES_TOO = {"full.yaml"}  # the others hold keys that only training knows
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.name)
+def test_shipped_presets_serve_the_stages_they_are_for_and_no_other(path):
+    train_opsd.check(parse_config(train_opsd.Config, [str(path)]))
+    for stage in (optimize_hints, evaluate):
+        if path.name in SEARCHES_TOO:
+            parse_config(stage.Config, [str(path)])
+        else:
+            with pytest.raises(SystemExit, match="unrecognized arguments: --"):
+                parse_config(stage.Config, [str(path)])

@@ -15,8 +15,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
+import evaluate
+import train_opsd
 from common import (ROOT, EngineConfig, HFEngine, VLLMEngine, check_sync, load_engine, load_model, load_tasks, plain_weights, read_jsonl,
                     render_prompt, seed_note, stop_ids, torch)
+from test_train import run  # noqa: F401
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 FOLDER, LIMIT, TOKENS = str(ROOT / "data/toolworld/base"), 1024, 16
@@ -102,6 +105,15 @@ def test_GEN_03_a_cache_that_is_kept_is_an_error_or_seen_by_the_probe(fake, case
     monkeypatch.setattr(fake.llm, "reset_prefix_cache", lambda: False)
     with pytest.raises(RuntimeError, match="kept its prefix cache"):
         fake.push(weights(-3.0))
+
+
+def test_a_change_anywhere_in_a_tensor_is_a_change(fake):
+    far = torch.ones(20_000)
+    fake.push([*weights(-1.0), ("far", far)])
+    far[-1] = 2
+    fake.push([*weights(-1.0), ("far", far)])
+    with pytest.raises(RuntimeError, match="weights unchanged since last sync"):
+        fake.push([*weights(-1.0), ("far", far)])
 
 
 def test_what_vllm_is_asked_for(fake):
@@ -276,3 +288,135 @@ def test_the_stages_run_with_it(tmp_path):
     assert all(row["seeded"] is False for of_file in rows.values() for row in of_file if "rejected" not in row)
     metrics = read_jsonl(tmp_path / "run/metrics.jsonl")
     assert len(metrics) == 2 and all(row["logprob_gap"] < 0.01 for row in metrics)
+
+
+# Models without tied weights, adapters, and training, with vLLM itself on a model of two layers.
+
+@pytest.fixture(scope="module")
+def wide_dirs(tiny_model_dir, tmp_path_factory):
+    """{"tied": folder, "untied": folder}: the tiny model with heads of 32 numbers; vLLM's CPU attention knows no smaller ones."""
+    from transformers import Qwen3ForCausalLM, set_seed
+    tiny, tokenizer = load_model(tiny_model_dir)
+    folders = {}
+    for name in ("tied", "untied"):
+        tiny.config.head_dim, tiny.config.tie_word_embeddings = 32, name == "tied"
+        set_seed(0)
+        model, folders[name] = Qwen3ForCausalLM(tiny.config), str(tmp_path_factory.mktemp(name))
+        model.generation_config = tiny.generation_config
+        model.save_pretrained(folders[name])
+        tokenizer.save_pretrained(folders[name])
+    return folders
+
+
+@pytest.fixture(scope="module")
+def wide(wide_dirs):
+    """wide(name) = (engine in step with the folder's weights, HFEngine with them, prompts); engines are kept, models are new."""
+    engines, prompts = {}, np.random.default_rng(0).integers(400, size=(4, 40)).tolist()
+
+    def wide(name):
+        model, tokenizer = load_model(wide_dirs[name])
+        if name not in engines:
+            engines[name], _ = load_engine(EngineConfig(engine="vllm", max_length=LIMIT), wide_dirs[name])
+        engines[name].push(plain_weights(model), changed=False)
+        return engines[name], HFEngine(model, tokenizer), prompts
+    return wide
+
+
+@needs_vllm
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_tied_or_not_the_pushed_weights_sample(wide, name):
+    engine, ours, prompts = wide(name)
+    for size in (0, 0.05):
+        if size:
+            move(ours.model, size)
+            engine.push(plain_weights(ours.model))
+        for temperature in (0.6, 1.0):
+            samples = engine.generate(prompts, [range(8)] * len(prompts), TOKENS, temperature)
+            assert logprob_gap(ours.model, prompts, samples, temperature) < 1e-3
+        for [sample], [expected] in zip(*(each.generate(prompts, [[1]] * len(prompts), TOKENS, 0) for each in (engine, ours))):
+            assert (sample.ids, sample.finish_reason) == (expected.ids, expected.finish_reason)
+
+
+@needs_vllm
+def test_every_stop_token_ends_a_sample_and_stays_in_it(wide):
+    engine, ours, prompts = wide("untied")
+    assert len(engine.stops) == 2
+    with torch.no_grad():
+        final = ours.model.model(torch.tensor(prompts[:1])).last_hidden_state[0, -1]
+        for stop in engine.stops:  # all but certain after this prompt
+            ours.model.lm_head.weight.zero_()
+            ours.model.lm_head.weight[stop] = final
+            engine.push(plain_weights(ours.model), changed=False)
+            [[sample]] = engine.generate(prompts[:1], [[0]], TOKENS)
+            assert (sample.ids, sample.finish_reason) == ([stop], "stop") and sample.logprobs == pytest.approx([0], abs=1e-3)
+
+
+@needs_vllm
+def test_a_change_far_from_the_start_of_one_tensor_is_a_change(wide):
+    engine, ours, _ = wide("untied")
+    with torch.no_grad():
+        ours.model.lm_head.weight[-1] *= 1.01
+    engine.push(plain_weights(ours.model))
+    with pytest.raises(RuntimeError, match="weights unchanged since last sync"):
+        engine.push(plain_weights(ours.model))
+
+
+@needs_vllm
+def test_an_adapted_model_samples_merged(wide):
+    pytest.importorskip("peft")
+    engine, ours, prompts = wide("tied")
+    adapter = train_opsd.add_adapter(ours.model, train_opsd.Config(lora_rank=4))
+    with torch.no_grad():
+        for name, weight in ours.model.named_parameters():
+            if ".lora_B" in name:
+                weight += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(SystemExit, match="does not have the trainer's weights"):
+        check_sync(engine, ours.model, prompts)
+    engine.push(plain_weights(ours.model))
+    samples = engine.generate(prompts, [range(4)] * len(prompts), TOKENS)
+    assert logprob_gap(ours.model, prompts, samples, 1.0) < 1e-3
+    with adapter.disable_adapter():
+        assert logprob_gap(ours.model, prompts, samples, 1.0) > 0.05
+
+
+@pytest.fixture
+def vllm_run(run, wide_dirs):
+    return lambda name, **flags: run(name, model=wide_dirs["tied"], engine="vllm", max_length=LIMIT, **{"steps": 3, **flags})
+
+
+@needs_vllm
+@pytest.mark.parametrize("flags", [{}, {"lora_rank": 4}, {"temperature": 0.6, "teacher": "ema"}, {"control": "empty"}, {"dtype": "bfloat16"}])
+def test_training_samples_with_the_newest_weights(vllm_run, flags):
+    if "lora_rank" in flags:
+        pytest.importorskip("peft")
+    folder = vllm_run("vllm", **flags)
+    metrics, rollouts = (read_jsonl(folder / f"{name}.jsonl") for name in ("metrics", "rollouts"))
+    assert [row["step"] for row in metrics] == [1, 2, 3] and all(np.isfinite(value) for row in metrics for value in row.values())
+    assert all(row["logprob_gap"] < (0.05 if "dtype" in flags else 1e-3) for row in metrics)
+    assert all((row["grad_norm"] > 0) == (flags.get("control") != "empty") for row in metrics)
+    assert rollouts and all(row["seeded"] is False and row["weight_version"] == row["step"] - 1 for row in rollouts)
+
+
+@needs_vllm
+def test_a_run_that_was_cut_goes_on_with_its_own_weights(vllm_run, monkeypatch):
+    append = train_opsd.append_jsonl
+
+    def cut(path, row):
+        if row.get("step") == 3:
+            raise KeyboardInterrupt
+        append(path, row)
+    monkeypatch.setattr(train_opsd, "append_jsonl", cut)
+    with pytest.raises(KeyboardInterrupt):
+        vllm_run("cut", steps=4)
+    monkeypatch.setattr(train_opsd, "append_jsonl", append)
+    metrics = read_jsonl(vllm_run("cut", steps=4) / "metrics.jsonl")
+    assert [row["step"] for row in metrics] == [1, 2, 3, 4] and max(row["logprob_gap"] for row in metrics) < 1e-3
+
+
+@needs_vllm
+def test_evaluation_of_two_models_in_one_process(wide_dirs, tiny_tasks, tmp_path):
+    evaluate.main(evaluate.Config(model=wide_dirs["tied"], base=wide_dirs["untied"], tasks=[str(tiny_tasks)], num_tasks=4, max_new_tokens=8,
+                                  engine="vllm", max_length=LIMIT, seeds=2, out_dir=str(tmp_path)))
+    student, base = (read_jsonl(folder / "eval.jsonl") for folder in (tmp_path, tmp_path / "base"))
+    assert len(student) == len(base) == 8 and all(row["seeded"] is False for row in student + base)
+    assert [row["completion"] for row in student] != [row["completion"] for row in base]
