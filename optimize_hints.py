@@ -19,6 +19,7 @@ A killed run goes on when started again: what is on disk is never computed or pa
 """
 import itertools
 import json
+import math
 import re
 import time
 import unicodedata
@@ -42,8 +43,10 @@ class Config(EngineConfig):
     writer: str = opt("scripted", "who writes hints: templates (a stand-in for an LLM) | an LLM server | a file",
                       ["scripted", "openai", "file"])
     hints_file: str = opt("", "--writer file: JSONL rows with hint and id (or failure_kind)")
-    search: str = opt("confidence", "none measures the writer's first hint on the fresh seeds only", ["confidence", "none"])
+    search: str = opt("confidence", "how rollouts are spread over hints; none: the writer's first hint, measured on the fresh seeds only",
+                      ["confidence", "fixed3", "sequential", "best_of_n", "batch", "halving", "beam", "ucb", "agent", "none"])
     max_rounds: int = opt(15, "hints written per task at most")
+    budget: int = opt(0, "teacher rollouts per task at most, the fresh ones apart; 0 = max_rounds * (1 + confirm)")
     confirm: int = opt(2, "further rollouts for a promising hint")
     fresh: int = opt(4, "rollouts on fresh seeds for the chosen hint, and as many without a hint")
     temperature: float = opt(1.0, "of the teacher's rollouts")
@@ -84,8 +87,9 @@ def leaves(value, key=""):
         yield key, str(value)
 
 
-# Writers: write(view, round_index) -> {"hint", ...} or None when there is nothing left to propose. A view is
-# the VISIBLE part of a task plus its `trials` so far. What else a writer returns is recorded with the call.
+# Writers: write(view, round_index, slot) -> {"hint", ...} or None when there is nothing left to propose. A view is the VISIBLE part of
+# a task, its `trials` so far and, where the search has beams, the hint to `revise`. The slot tells apart the hints of one round.
+# With --search agent the row also has num_rollouts, or no hint when the agent ends the task. All of it is recorded with the call.
 
 MARKER = re.compile(r"@@(.+?)@@")
 
@@ -136,25 +140,29 @@ class ScriptedWriter:
     data/<world>/writer_rules.jsonl holds {"feedback": regex, "hints": [templates]}; a rule counts when its
     regex is found in the feedback of the failed step or of a failed trial (all count when none is). A
     template has the markers of marker_values and @@1@@, @@2@@: groups of the regex. A marker with several
-    values makes several hints, one without a value none. The order is a seeded shuffle.
+    values makes several hints, one without a value none. The order is a seeded shuffle. As an agent
+    it gives a hint one rollout after the other while they pass.
     """
 
     def __init__(self, cfg, views):
-        self.seed, self.rules = cfg.seed, {}
+        self.seed, self.agent, self.rules = cfg.seed, cfg.search == "agent", {}
         for world in {view["world"] for view in views}:
             path = Path(load_world(world).__file__).with_name("writer_rules.jsonl")
             self.rules[world] = read_jsonl(path, ("feedback", "hints")) if path.exists() else GENERIC_RULES
         print("writer: scripted templates, a stand-in for an LLM (--writer openai asks a real one)")
 
-    def write(self, view, round_index):
+    def write(self, view, round_index, slot=0):
         said = [view.get("failed_feedback", ""), *(t["feedback"] for t in view["trials"] if t.get("reward", 1) < 1)]
         rules, values = self.rules[view["world"]], marker_values(view)
         matching = [(rule, match.groups()) for rule in rules for text in said if (match := re.search(rule["feedback"], text))]
         hints = {hint for rule, groups in matching or [(rule, ()) for rule in rules]
                  for template in rule["hints"] for hint in self.expand(template, values, groups)}
         hints -= {trial["hint"] for trial in view["trials"]}
-        if hints:
-            return {"hint": min(hints, key=lambda hint: stable_seed("scripted", self.seed, view["id"], hint))}
+        words = set(view.get("revise", "").split())  # a revision shares words with its parent
+        order = sorted(hints, key=lambda hint: (-len(words & set(hint.split())), stable_seed("scripted", self.seed, view["id"], hint)))
+        if self.agent and view["trials"] and view["trials"][-1].get("reward", 0) >= 1:
+            order = [view["trials"][-1]["hint"]]
+        return {"hint": order[slot]} | ({"num_rollouts": 1} if self.agent else {}) if slot < len(order) else None
 
     def expand(self, template, values, groups=()):
         """All hints that a template stands for."""
@@ -174,8 +182,8 @@ class FileWriter:
     def __init__(self, cfg, views):
         self.hints = load_hints(cfg.hints_file, views)
 
-    def write(self, view, round_index):
-        return {"hint": self.hints[view["id"]]["hint"]} if round_index == 0 and view["id"] in self.hints else None
+    def write(self, view, round_index, slot=0):
+        return {"hint": self.hints[view["id"]]["hint"]} if round_index == slot == 0 and view["id"] in self.hints else None
 
 
 WRITER_RULES = f"""You write hints for an assistant that works with tools. It is about to take its next step in a \
@@ -206,18 +214,48 @@ What was said about it:
 Hints so far, each with what came of it:
 @@TRIALS@@
 
-Write the next hint."""
+@@ASK@@"""
+AGENT_RULES = """
+
+You work by calling the tool test_hint, with a hint that keeps these rules: the assistant then takes its step with the hint, as \
+often as you ask for, and you get the results. Its answers vary, so that one success may be luck. The rollouts are limited. When no \
+further test is worth its price, answer without a call: the best hint tested is kept."""
+TEST_HINT = {"type": "function", "function": {
+    "name": "test_hint", "description": "Lets the assistant take its step with a hint. Returns what it did and a reward from 0 to 1, for every rollout.",
+    "parameters": {"type": "object", "required": ["hint", "num_rollouts"], "properties": {
+        "hint": {"type": "string"}, "num_rollouts": {"type": "integer", "minimum": 1, "description": "fresh rollouts with this hint"}}}}}
 
 
 def writer_messages(view):
     """The chat messages that ask an LLM for the next hint."""
     lines = lambda rows: "\n".join(json.dumps(row, ensure_ascii=False) for row in rows) or "none"
-    shown = ("hint", "rejected", "completion", "reward", "action", "feedback")
+    ask = "Write the next hint" + (f": a revision of {json.dumps(view['revise'], ensure_ascii=False)}." if "revise" in view else ".")
     request = fill_markers(WRITER_REQUEST, {
         "TOOLS": lines(view["tools"]), "CONVERSATION": lines(view["messages"]),
         "FAILED": view.get("failed_completion", "not recorded"), "FEEDBACK": view.get("failed_feedback", "nothing"),
-        "TRIALS": lines({key: trial[key] for key in shown if key in trial} for trial in view["trials"])})
+        "TRIALS": lines(map(shown, view["trials"])), "ASK": ask})
     return [{"role": "system", "content": WRITER_RULES}, {"role": "user", "content": request}]
+
+
+def shown(trial):
+    """What the writer sees of a trial."""
+    return {key: trial[key] for key in ("hint", "rejected", "completion", "reward", "action", "feedback") if key in trial}
+
+
+def agent_messages(view):
+    """The same as a conversation with a tool: every round of trials is a call of test_hint and its result."""
+    rules, request = writer_messages(view | {"trials": []})
+    messages = [rules | {"content": rules["content"] + AGENT_RULES}, request]
+    left = view["left"] + sum("reward" in trial for trial in view["trials"])
+    request["content"] = request["content"].removesuffix("Write the next hint.") + f"Rollouts left: {left}"
+    for round_index, trials in itertools.groupby(view["trials"], key=lambda trial: trial["round"]):
+        trials = list(trials)
+        call, left = {"hint": trials[0]["hint"], "num_rollouts": len(trials)}, left - sum("reward" in trial for trial in trials)
+        messages += [{"role": "assistant", "content": None, "tool_calls": [{"id": f"call_{round_index}", "type": "function", "function": {
+            "name": "test_hint", "arguments": json.dumps(call, ensure_ascii=False)}}]},
+            {"role": "tool", "tool_call_id": f"call_{round_index}", "content": json.dumps(
+                {"results": list(map(shown, trials)), "rollouts_left": left}, ensure_ascii=False)}]
+    return messages
 
 
 def request_body(cfg, seed, refused=()):
@@ -235,9 +273,13 @@ class OpenAIWriter:
     def __init__(self, cfg, views):
         self.cfg, self.refused, self.client = cfg, set(), openai_client(cfg.base_url, cfg.writer_timeout)
 
-    def write(self, view, round_index):
-        seed = stable_seed("writer", self.cfg.seed, view["id"], round_index) >> 32  # servers take 31 bits
-        response = self.send(writer_messages(view), seed)
+    def write(self, view, round_index, slot=0):
+        stream = [slot] if slot else []
+        seed = stable_seed("writer", self.cfg.seed, view["id"], round_index, *stream) >> 32  # servers take 31 bits
+        if self.cfg.search == "agent":
+            response = self.send(agent_messages(view), seed, tools=[TEST_HINT])
+        else:
+            response = self.send(writer_messages(view), seed)
         choice = response.choices[0]
         content = getattr(choice.message, "content", None)
         content = content if isinstance(content, str) else ""  # a list or nothing: an empty hint, which the leak check turns down
@@ -246,16 +288,26 @@ class OpenAIWriter:
         for field in ("prompt_tokens", "completion_tokens"):
             if isinstance(count := getattr(response.usage, field, None), int):
                 row[field] = count
-        return row
+        return row | self.read_call(choice.message) if self.cfg.search == "agent" else row
 
-    def send(self, messages, seed):
+    def read_call(self, message):
+        """What the agent wants: {"hint", "num_rollouts"}, an empty hint for a call that cannot be read, which costs it a hint; none = the end."""
+        calls = getattr(message, "tool_calls", None)
+        try:
+            arguments = json.loads(calls[0].function.arguments) if calls else None
+            return {"hint": str(arguments["hint"]).strip(), "num_rollouts": max(1, int(arguments["num_rollouts"]))} if calls else {
+                "hint": "", "num_rollouts": 0}
+        except (ValueError, TypeError, KeyError):
+            return {"hint": "", "num_rollouts": 1}
+
+    def send(self, messages, seed, **options):
         """One answer. Raises Refusal for what waiting does not mend."""
         body = {}
 
         def request():
             nonlocal body
             body = request_body(self.cfg, seed, self.refused)
-            return self.client.chat.completions.create(messages=messages, **body)
+            return self.client.chat.completions.create(messages=messages, **options, **body)
 
         def mend(error):
             refusal = getattr(error, "status_code", 0) == 400 and error.code in ("unsupported_value", "unsupported_parameter")
@@ -363,51 +415,172 @@ def unknown_values(hint, known, used):
     return unknown
 
 
-# Search strategies, one object per task. ask() -> (hint, number of rollouts), hint None for a new one from the
-# writer; tell(hint, trials) takes the graded rollouts. `done` ends the task, `passed` calls it solved.
+# Search strategies, one object per task, over the same lockstep rounds. [A] section 5 names them and leaves their details open.
 
-class Confidence:
-    """One rollout per hint, `confirm` more for a promising one; ends when all of a hint's rollouts passed ([A] section 5)."""
+WIDTH = 3  # hints that batch and beam write at once
+
+class Search:
+    """What the strategies share. ask() -> [(hint, number of rollouts)]: hint None for new ones from the writer, or hints that were
+    tested before, never both; it changes nothing. tell() takes the graded rollouts. `passed`: all rollouts of a hint, 1 + confirm
+    or more, have passed, which ends every strategy alike.
+    """
 
     def __init__(self, cfg):
-        self.confirm, self.rewards, self.again, self.done, self.passed = cfg.confirm, {}, None, False, False
+        self.confirm, self.hints_left, self.left = cfg.confirm, cfg.max_rounds, rollout_budget(cfg)
+        self.num_arms = min(cfg.max_rounds, max(1, self.left // (1 + cfg.confirm)))  # of those that write all hints at once
+        self.rewards, self.passed = {}, False
+
+    def orders(self):
+        """ask() within the budgets of hints and rollouts; [] when the task is at its end."""
+        orders, left, hints = [], self.left, self.hints_left
+        for hint, num in [] if self.passed else self.ask():
+            if (hint is not None or hints > 0) and (left > 0 or not num):
+                orders.append((hint, min(num, left)))
+                left, hints = left - num, hints - (hint is None)
+        return orders
+
+    def tell(self, hint, trials):
+        self.left -= len(trials)
+        rewards = self.rewards.setdefault(hint, [])
+        rewards += [trial["reward"] for trial in trials]
+        self.passed = self.passed or len(rewards) > self.confirm and min(rewards) >= 1
+
+    def rank(self, hint):
+        """Best mean, then more rollouts; of equals max and sorted keep the earliest."""
+        return mean(self.rewards[hint]), len(self.rewards[hint])
+
+    def best(self):
+        return max(self.rewards, key=self.rank, default=None)
+
+    def fill(self):
+        """One rollout for each new hint that is missing from num_arms, while there are hints."""
+        return [(None, 1)] * min(self.num_arms - len(self.rewards), self.hints_left)
+
+    def parent(self, slot):
+        """The tested hint that the writer is to revise for its slot-th new one; None: it may start anew."""
+
+
+class Confidence(Search):
+    """One rollout per hint, `confirm` more for a promising one."""
+
+    again = None
 
     def ask(self):
-        return (self.again, self.confirm) if self.again else (None, 1)
+        return [(None, 1)] if self.again is None else [(self.again, self.confirm)]
 
     def tell(self, hint, trials):
         incumbent = mean(self.rewards[self.best()]) if self.rewards else 0.0
         first = hint not in self.rewards
-        rewards = self.rewards.setdefault(hint, [])
-        rewards += [trial["reward"] for trial in trials]
-        promising = rewards[0] >= 1 or rewards[0] > incumbent  # the second for graded rewards
+        super().tell(hint, trials)
+        reward = self.rewards[hint][0]
+        promising = reward >= 1 or reward > incumbent  # the second for graded rewards
         self.again = hint if first and promising and self.confirm else None
-        self.done = self.passed = len(rewards) > self.confirm and min(rewards) >= 1
-
-    def best(self):
-        """Best mean, then more rollouts, then the earliest (max keeps the first of equals)."""
-        return max(self.rewards, key=lambda hint: (mean(self.rewards[hint]), len(self.rewards[hint])), default=None)
 
 
-class NoSearch:
-    """Takes the first hint that passes the leak check."""
-
-    hint, done, passed = None, False, False
+class Sequential(Confidence):
+    """One rollout per hint, revised until one passes."""
 
     def __init__(self, cfg):
-        pass
+        super().__init__(cfg)
+        self.confirm = 0
+
+
+class Fixed(Search):
+    """1 + confirm rollouts for every hint, one hint after the other."""
 
     def ask(self):
-        return None, 0
+        return [(None, 1 + self.confirm)]
+
+
+class Batch(Search):
+    """1 + confirm rollouts for every hint, WIDTH hints at once: the writer learns from whole batches."""
+
+    def ask(self):
+        return [(None, 1 + self.confirm)] * WIDTH
+
+
+class BestOfN(Search):
+    """All hints at once, 1 + confirm rollouts for each: the writer learns nothing."""
+
+    def ask(self):
+        return [(None, 1 + self.confirm) for _ in self.fill()]
+
+
+class Halving(Search):
+    """As many hints, one rollout for each; the better half goes on, with an even share of the budget for each further rung."""
+
+    def ask(self):
+        most = max(map(len, self.rewards.values()), default=0)
+        if most < 2 and self.fill():
+            return self.fill()
+        arms = [hint for hint, rewards in self.rewards.items() if len(rewards) == most]  # those of the last rung
+        arms = sorted(arms, key=self.rank, reverse=True)[:(len(arms) + 1) // 2]
+        if len(arms) < 2:
+            return []
+        num = max(1, self.left // math.ceil(math.log2(len(arms))) // len(arms))
+        return [(hint, min(num, self.left // len(arms))) for hint in arms] if self.left >= len(arms) else []
+
+    def rank(self, hint):
+        return len(self.rewards[hint]), mean(self.rewards[hint])  # one that was dropped at 1 of 1 does not beat a survivor's 6 of 7
+
+
+class Beam(Search):
+    """WIDTH hints, then again and again: one more rollout for the best WIDTH so far, and a revision of each of them."""
+
+    checked = 0  # hints tested when the beam had its last rollouts
+
+    def beam(self):
+        return sorted(self.rewards, key=self.rank, reverse=True)[:WIDTH]
+
+    def ask(self):
+        again = self.checked < len(self.rewards) or not self.hints_left
+        return [(hint, 1) for hint in self.beam()] if again else [(None, 1)] * WIDTH
 
     def tell(self, hint, trials):
-        self.hint, self.done = hint, True
+        if hint in self.rewards:
+            self.checked = len(self.rewards)
+        super().tell(hint, trials)
+
+    def parent(self, slot):
+        beam = self.beam()
+        return beam[slot % len(beam)] if beam else None
+
+
+class UCB(Search):
+    """As many hints as best_of_n, one rollout for each; then one at a time for the highest upper confidence bound (UCB1)."""
+
+    def ask(self):
+        return self.fill() or [(hint, 1) for hint in [max(self.rewards, key=self.bound, default=None)] if hint is not None]
+
+    def bound(self, hint):
+        total = sum(map(len, self.rewards.values()))
+        return mean(self.rewards[hint]) + math.sqrt(2 * math.log(total) / len(self.rewards[hint]))
+
+
+class Agent(Search):
+    """The writer decides: with every call of its tool test_hint it names a hint, new or not, and how many rollouts it gets."""
+
+    def ask(self):
+        return [(None, self.left)] if self.left else []  # an upper bound
+
+
+class NoSearch(Search):
+    """Takes the first hint that passes the leak check."""
+
+    def ask(self):
+        return [] if self.rewards else [(None, 0)]
 
     def best(self):
-        return self.hint
+        return next(iter(self.rewards), None)
 
 
-SEARCHES = {"confidence": Confidence, "none": NoSearch}
+SEARCHES = {"confidence": Confidence, "fixed3": Fixed, "sequential": Sequential, "best_of_n": BestOfN, "batch": Batch, "halving": Halving,
+            "beam": Beam, "ucb": UCB, "agent": Agent, "none": NoSearch}
+
+
+def rollout_budget(cfg):
+    """Teacher rollouts per task in the search; by default what confidence cannot exceed."""
+    return cfg.budget or cfg.max_rounds * (1 + cfg.confirm)
 
 
 # Records and rollouts.
@@ -441,18 +614,29 @@ def roll_out(cfg, requests, tasks, engine, tokenizer, log):
     return [[log.get(row) for row in rows] if all(map(log.get, rows)) else None for rows in wanted]
 
 
-def write_hints(cfg, writer, views, round_index, calls):
-    """Adds one writer call per view to the log `calls`. Each is on disk once it is answered; those on disk are not repeated."""
-    def write(view):
-        row = writer.write(view, round_index)
-        if row is not None:
-            calls.add({"id": view["id"], "round": round_index, **row})
+def call_place(task_id, round_index, slot):
+    """Where a writer call stands in writer_calls.jsonl; the first of a round has no slot."""
+    return {"id": task_id, "round": round_index} | ({"slot": slot} if slot else {})
 
-    asked = [view for view in views if not calls.get({"id": view["id"], "round": round_index})]
+
+def write_hints(cfg, writer, wanted, round_index, calls):
+    """Adds a writer call for each (view, slot) to the log `calls`. Each is on disk once it is answered; those on disk are not repeated."""
+    def write(item):
+        row = writer.write(item[0], round_index, item[1])
+        if row is not None:
+            calls.add(call_place(item[0]["id"], round_index, item[1]) | row)
+
+    asked = [(view, slot) for view, slot in wanted if not calls.get(call_place(view["id"], round_index, slot))]
     in_threads(write, asked, cfg.concurrency)  # answers that are under way when one fails still reach the disk
 
 
 # The search.
+
+def writer_view(view, strategy, slot):
+    """What the writer is shown for a new hint."""
+    parent = strategy.parent(slot)
+    return view | {"left": strategy.left} | ({"revise": parent} if parent else {})
+
 
 def search(cfg, tasks, engine, tokenizer):
     """Finds a hint for every task. Returns the rows of hints.jsonl, {task id: its search trials} and the writer's calls.
@@ -463,7 +647,7 @@ def search(cfg, tasks, engine, tokenizer):
     out_dir, tasks = Path(cfg.out_dir), {task["id"]: task for task in tasks}
     log = RowLog(out_dir / "hint_trials.jsonl", ("id", "hint_id", "phase", "round", "seed"), ("id", "hint_id", "hint", "phase"),
                  finished=lambda row: "reward" in row or "rejected" in row)
-    calls = RowLog(out_dir / "writer_calls.jsonl", ("id", "round"), ("id", "round", "hint"))
+    calls = RowLog(out_dir / "writer_calls.jsonl", ("id", "round", "slot"), ("id", "round", "hint"))
     views = {task_id: {key: task[key] for key in VISIBLE if key in task} | {"trials": []} for task_id, task in tasks.items()}
     writer = WRITERS[cfg.writer](cfg, list(views.values()))
     strategies = {task_id: SEARCHES[cfg.search](cfg) for task_id in tasks}
@@ -476,35 +660,40 @@ def search(cfg, tasks, engine, tokenizer):
         row = {"id": task_id, "hint_id": hint_id, "round": round_index, "hint": hint, "phase": "search"}
         return row, [stable_seed("search", cfg.seed, task_id, hint_id, k) for k in range(start, start + num)]
 
+    orders = {task_id: strategy.orders() for task_id, strategy in strategies.items()}
     for round_index in (bar := tqdm(range(cfg.max_rounds), desc="rounds", disable=None)):
-        active = [task_id for task_id in tasks if not strategies[task_id].done and task_id not in void]
-        if not active:
+        if not any(orders.values()):
             break
-        write_hints(cfg, writer, [views[task_id] for task_id in active], round_index, calls)
+        slots = [(task_id, slot, num) for task_id, wanted in orders.items() for slot, (_, num) in enumerate(wanted)]
+        write_hints(cfg, writer, [(writer_view(views[task_id], strategies[task_id], slot), slot) for task_id, slot, _ in slots], round_index, calls)
         requests = []
-        for task_id in active:
-            call, trials = calls.get({"id": task_id, "round": round_index}), views[task_id]["trials"]
-            if call is None:
-                strategies[task_id].done = True  # the writer has nothing left
+        for task_id, slot, num in slots:
+            call, trials, strategy = calls.get(call_place(task_id, round_index, slot)), views[task_id]["trials"], strategies[task_id]
+            ended = call is None or call.get("num_rollouts") == 0  # the writer has nothing left, or the agent is content
+            strategy.hints_left = 0 if ended else max(0, strategy.hints_left - 1)
+            if ended:
                 continue
-            row, seeds = request(task_id, call["hint"], round_index, strategies[task_id].ask()[1])
-            reason = leak_check(call["hint"], views[task_id], [trial["hint"] for trial in trials], call.get("finish_reason", "stop"))
+            num = min(num, call.get("num_rollouts", num))
+            row, seeds = request(task_id, call["hint"], round_index, num)
+            # An agent may test a hint again; what else comes twice repeats itself, also within a round.
+            earlier = [trial["hint"] for trial in trials] + [other["hint"] for other, _ in requests if other["id"] == task_id]
+            again = cfg.search == "agent" and call["hint"] in strategy.rewards
+            reason = not again and leak_check(call["hint"], views[task_id], earlier, call.get("finish_reason", "stop"))
             if reason:
                 trials.append(log.add(row | {"rejected": reason}))
             else:
                 requests.append((row, seeds))
-        while requests:  # the new hints, then those that their strategy wants to see again
-            results, requests = zip(requests, roll_out(cfg, requests, tasks, engine, tokenizer, log)), []
-            for (row, _), trials in results:
+        while True:  # the new hints, then those that their strategy wants to see again
+            for (row, _), trials in zip(requests, roll_out(cfg, requests, tasks, engine, tokenizer, log)):
                 if trials is None:
                     void.add(row["id"])
-                    continue
-                strategy = strategies[row["id"]]
-                views[row["id"]]["trials"] += trials
-                strategy.tell(row["hint"], trials)
-                hint, num = strategy.ask()
-                if hint is not None and not strategy.done:
-                    requests.append(request(row["id"], hint, round_index, num))
+                else:
+                    views[row["id"]]["trials"] += trials
+                    strategies[row["id"]].tell(row["hint"], trials)
+            orders = {task_id: [] if task_id in void else strategy.orders() for task_id, strategy in strategies.items()}
+            requests = [request(task_id, hint, round_index, num) for task_id, wanted in orders.items() for hint, num in wanted if hint is not None]
+            if not requests:
+                break
         bar.set_postfix_str(f"passed {mean(strategy.passed for strategy in strategies.values()):.0%}")
 
     chosen = {task_id: strategy.best() for task_id, strategy in strategies.items() if task_id not in void}
@@ -515,7 +704,7 @@ def search(cfg, tasks, engine, tokenizer):
             void.add(task_id)
         else:
             hints.append(hint_row(cfg, task_id, chosen[task_id], views[task_id]["trials"], rewards, strategies[task_id].passed))
-    calls = sorted(calls.rows.values(), key=lambda row: (row["round"], row["id"]))  # they arrived in any order
+    calls = sorted(calls.rows.values(), key=lambda row: (row["round"], row["id"], row.get("slot", 0)))  # they arrived in any order
     write_jsonl(out_dir / "writer_calls.jsonl", calls)
     write_jsonl(out_dir / "hints.jsonl", hints)
     if void:
