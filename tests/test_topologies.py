@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import optimize_hints
-from common import InfraError, load_world, read_jsonl
-from conftest import LetterTokenizer
-from optimize_hints import SEARCHES, Config, rollout_budget, search
+from common import Grade, InfraError, Sample, load_engine, load_world, read_jsonl, reverse_kl, torch
+from conftest import LetterTokenizer, make_tasks
+from optimize_hints import SEARCHES, Config, ScriptedWriter, rollout_budget, search
 from test_search import FakeEngine, chat_answer, cfg, files, make_task, world  # noqa: F401
 
 STRATEGIES = [name for name in SEARCHES if name != "none"]
@@ -190,3 +190,203 @@ def test_an_agent_that_answers_in_words_ends_its_task(server, cfg, world):
     hints, trials, calls = search(cfg, [make_task(0, world)], FakeEngine(), LetterTokenizer())
     assert [trial.get("rejected") for trial in trials["t0"]] == ["is empty", None]
     assert hints[0]["num_rollouts"] == 1 and len(calls) == 3
+
+
+# Objectives and gates, on a real model of two layers.
+
+@pytest.fixture(scope="module")
+def tiny(tiny_model_dir):
+    return load_engine(Config(), str(tiny_model_dir))  # (engine, tokenizer)
+
+
+@pytest.fixture
+def tiny_cfg(cfg):
+    return replace(cfg, max_new_tokens=8, max_rounds=2, fresh=1)
+
+
+HINT = "Count the minutes."
+
+
+def test_edit_shows_the_failed_step_and_grades_at_the_prefix(tiny_cfg, tiny, monkeypatch):
+    engine, tokenizer = tiny
+    task, graded, prompts = make_tasks()[0], [], []
+    monkeypatch.setattr(optimize_hints, "grade_completion", lambda task, text: graded.append(task) or Grade(1.0, "intended", ""))
+    monkeypatch.setattr(optimize_hints, "sample_tasks", lambda e, t, tasks, p, seeds, *rest: prompts.extend(p) or [
+        [Sample([1], [0.0], "stop", "x") for _ in of] for of in seeds])
+    (finish, _), = optimize_hints.edit(tiny_cfg, [(task, HINT)], [[1, 2]], engine, tokenizer)
+    text = tokenizer.decode(prompts[0])
+    assert finish()["reward"] == 1.0 and graded == [task]
+    assert text.index("error: at most 120") < text.rindex(task["failed_completion"]) < text.index("anew") < text.index(HINT)
+
+
+def test_token_shift_counts_moved_tokens_and_an_empty_hint_moves_none(tiny_cfg, tiny):
+    engine, tokenizer = tiny
+    tasks = make_tasks()[:4]
+    for hint in (HINT, ""):
+        batch = [(task, hint) for task in tasks]
+        trials = optimize_hints.token_shift(tiny_cfg, batch, [[1]] * 4, engine, tokenizer)
+        for (finish,), task, (student, teacher, ids) in zip(trials, tasks, optimize_hints.failed_logits(tiny_cfg, batch, engine, tokenizer)):
+            kl, result = reverse_kl(student, teacher), finish()
+            top = sorted(range(len(ids)), key=lambda t: -kl[t])[:-(-len(ids) // 10)]
+            moved = [int(teacher[t].argmax()) != ids[t] for t in top]
+            if hint:
+                assert result["reward"] == sum(moved) / len(top) and result["feedback"].count("->") == sum(moved)
+            else:
+                assert kl.abs().max() < 1e-5
+    # the packed logits are those of the prompt and the trace alone
+    prefix, (student, _, ids) = optimize_hints.prompt_ids(tiny_cfg, tokenizer, tasks[0], ""), next(optimize_hints.failed_logits(tiny_cfg, [(tasks[0], HINT)], *tiny))
+    with torch.no_grad():
+        alone = engine.model(torch.tensor([prefix + ids])).logits[0, len(prefix) - 1:-1]
+    assert (alone - student).abs().max() < 1e-3
+
+
+def test_gates_of_the_student(tiny_cfg, tiny):
+    engine, tokenizer = tiny
+    tasks = make_tasks()[:3]
+    items = [(task, HINT, task["failed_completion"]) for task in tasks] + [(tasks[0], "", "Something else entirely.")]
+    near = optimize_hints.embedding(tiny_cfg, items, engine, tokenizer)
+    assert max(near[:3]) < 1e-5 < near[3]  # the failed step itself is at distance 0
+    shift = optimize_hints.logit_shift(tiny_cfg, items, engine, tokenizer)
+    assert min(shift[:3]) > 1e-4 and abs(shift[3]) < 1e-5
+    surprisal, = optimize_hints.natural(tiny_cfg, items[:1], engine, tokenizer)
+    ids, without = (optimize_hints.prompt_ids(tiny_cfg, tokenizer, tasks[0], text) for text in (HINT, ""))
+    start = next(i for i, (a, b) in enumerate(zip(without, ids)) if a != b)
+    assert HINT.split()[0] in tokenizer.decode(ids[start:start + len(ids) - len(without)])
+    with torch.no_grad():
+        logprobs = engine.model(torch.tensor([ids])).logits[0].log_softmax(-1)  # logits[t] predict token t + 1
+    expected = [-float(logprobs[t - 1, ids[t]]) for t in range(start, start + len(ids) - len(without))]
+    assert surprisal == pytest.approx(sum(expected) / len(expected), abs=1e-3)
+
+
+@pytest.mark.parametrize("gate", ["natural", "logit_shift", "embedding"])
+def test_a_gated_hint_is_a_rejection_and_costs_no_more_than_it_must(gate, tiny_cfg, tiny, tmp_path):
+    tasks = make_tasks()[:4]
+    plain, _, _ = search(tiny_cfg, tasks, *tiny)
+    whole = files(tiny_cfg.out_dir)
+    for threshold, out in ((1e9, "open"), (-1.0, "shut")):
+        cfg = replace(tiny_cfg, gate=gate, gate_threshold=threshold, out_dir=str(tmp_path / out))
+        Path(cfg.out_dir).mkdir()
+        hints, trials, calls = search(cfg, tasks, *tiny)
+        if out == "open":
+            assert files(cfg.out_dir) == whole
+            continue
+        rows = [row for of_task in trials.values() for row in of_task]
+        assert hints == [] and sum(f"gate {gate}" in row.get("rejected", "") for row in rows) > 0
+        assert all("rejected" in row for row in rows) or gate == "embedding"
+        costs = read_jsonl(Path(cfg.out_dir) / "gates.jsonl")
+        before = files(cfg.out_dir)
+        search(cfg, tasks, *tiny)
+        assert read_jsonl(Path(cfg.out_dir) / "gates.jsonl") == costs and files(cfg.out_dir) == before
+        if gate == "embedding":  # one rollout went into every hint that was turned down, and it counts
+            assert sum("reward" in row for row in rows) == sum("gate" in row.get("rejected", "") for row in rows)
+
+
+def test_the_judge_is_asked_once_for_a_hint(server, cfg, world):
+    cfg = replace(cfg, gate="natural", gate_model="judge", base_url=server.url, budget=15)
+    server.reply = lambda body: (200, {}, chat_answer("<think>no?</think> Yes." if "Magic" in body["messages"][0]["content"] else "No, it is not."))
+    hints, trials, _ = search(cfg, [make_task(n, world) for n in range(3)], FakeEngine(), LetterTokenizer())
+    assert all("Magic" in row["hint"] for row in hints) and len(hints) == 3
+    assert any("gate natural" in row.get("rejected", "") for rows in trials.values() for row in rows)
+    assert {body["model"] for body in server.bodies} == {"judge"} and "CANARY" not in json.dumps(server.bodies)
+    asked = len(server.bodies)
+    assert asked == len(read_jsonl(Path(cfg.out_dir) / "gates.jsonl"))
+    search(cfg, [make_task(n, world) for n in range(3)], FakeEngine(), LetterTokenizer())
+    assert len(server.bodies) == asked
+
+
+def test_embeddings_come_from_the_endpoint(server, cfg):
+    def reply(body):
+        vectors = [[1.0, 0.0] if "lamp" in text else [0.0, 1.0] for text in body["input"]]
+        rows = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)]
+        return 200, {}, {"object": "list", "model": "e", "data": rows[::-1], "usage": {"prompt_tokens": 1, "total_tokens": 1}}
+    server.reply = reply
+    cfg = replace(cfg, gate="embedding", gate_model="e", base_url=server.url)
+    task = make_task(1) | {"failed_completion": "the lamp"}
+    assert optimize_hints.embedding(cfg, [(task, "h", "a lamp"), (task, "h", "")], None, None) == pytest.approx([0.0, 1.0])
+
+
+# The shared prompt, the audit, the weak writer.
+
+def test_the_hinter_prompt_is_accepted_on_fresh_paired_batches_and_resumes(cfg, world, tmp_path):
+    tasks = [make_task(n, world) for n in range(16)]
+    cfg = replace(cfg, target="hinter_prompt", prompt_batch=4, seed=3)
+    hints, trials, calls = search(cfg, tasks, FakeEngine(), LetterTokenizer())
+    records = read_jsonl(Path(cfg.out_dir) / "prompts.jsonl")
+    assert [record["round"] for record in records] == [0, 1, 2, 3]  # 16 tasks: every batch is fresh
+    rows = read_jsonl(Path(cfg.out_dir) / "hint_trials.jsonl")
+    batches = [{row["id"] for row in rows if row.get("round") == n} for n in range(4)]
+    assert all(len(batch) == 4 for batch in batches) and len(set().union(*batches)) == 16
+    for n in range(1, 4):  # paired: a task has one seed, under both prompts
+        assert all(len({row["seed"] for row in rows if row.get("round") == n and row["id"] == i}) == 1 for i in batches[n])
+    assert sum(row.get("phase") == "search" and "reward" in row for row in rows) <= 16 * rollout_budget(cfg)
+    incumbent = records[0]["prompt"]
+    for record in records[1:]:
+        moved = [line for line in record["prompt"].split("\n")]
+        assert sorted(moved) == sorted(incumbent.split("\n"))  # a new order of the same templates
+        incumbent = record["prompt"] if record["reward"] > record["incumbent_reward"] else incumbent
+    used = {call["template"] for call in calls if call["round"] == 4}
+    assert used == {incumbent.split("\n")[0]} and len(hints) == 16  # one template serves this one kind of failure
+    whole = files(cfg.out_dir)
+    half = whole["hint_trials.jsonl"].splitlines(True)[:9]
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half/hint_trials.jsonl").write_bytes(b"".join(half))
+    search(replace(cfg, out_dir=str(tmp_path / "half")), tasks, FakeEngine(), LetterTokenizer())
+    assert files(tmp_path / "half") == whole
+
+
+def test_a_minimal_change_moves_one_template(cfg, world):
+    results = [{"template": name, "reward": reward} for name, reward in (("a", 0.0), ("b", 0.0), ("b", 0.0), ("c", 1.0))]
+    view = make_task(1, world) | {"trials": []}
+    assert ScriptedWriter(cfg, [view]).reflect("a\nb\nc\nd", results, 1)["hint"] == "c\nd\nb\na"
+    assert ScriptedWriter(replace(cfg, minimal_change=True), [view]).reflect("a\nb\nc\nd", results, 1)["hint"] == "a\nc\nd\nb"
+
+
+def test_a_server_reflects_on_its_hints(server, cfg, world):
+    def reply(body):
+        system = body["messages"][0]["content"]
+        if system.startswith("You improve"):
+            assert "word for word" in system and "Mind the item_id." in body["messages"][1]["content"]
+            return 200, {}, chat_answer("Use magic.")
+        return 200, {}, chat_answer("Magic: take the lamp." if system.endswith("Use magic.") else "Mind the item_id.")
+    server.reply = reply
+    cfg = replace(cfg, writer="openai", writer_model="m", base_url=server.url, target="hinter_prompt", prompt_batch=6, minimal_change=True, max_rounds=1)
+    hints, _, _ = search(replace(cfg, budget=9), [make_task(n, world) for n in range(12)], FakeEngine(), LetterTokenizer())
+    assert [row["hint"] for row in hints] == ["Magic: take the lamp."] * 12 and "CANARY" not in json.dumps(server.bodies)
+
+
+def test_a_hint_that_does_not_transfer_is_dropped(cfg, world, monkeypatch):
+    tasks = [make_task(n, world) for n in range(5)] + [make_task(5, world) | {"failure_kind": "alone"}]
+    hints, trials, _ = search(replace(cfg, siblings=2), tasks, FakeEngine(), LetterTokenizer())
+    rows = [row for row in read_jsonl(Path(cfg.out_dir) / "hint_trials.jsonl") if row["phase"] == "transfer"]
+    assert len(rows) == 10 and not any(row["id"] == "t5" for row in rows) and "transfer_reward" not in hints[5]
+    for hint in hints[:5]:
+        mine = [row for row in rows if row["hint_id"] == hint["hint_id"]]
+        assert len({row["id"] for row in mine} - {hint["id"]}) == 2 and hint["transfer_reward"] == sum(row["reward"] for row in mine) / 2
+    kept, trials, _ = search(replace(cfg, siblings=2, min_transfer=1.0), tasks, FakeEngine(), LetterTokenizer())
+    assert [row["id"] for row in kept] == [row["id"] for row in hints if row.get("transfer_reward", 1.0) == 1.0]
+    assert sum("does not transfer" in row.get("rejected", "") for of_task in trials.values() for row in of_task) == 6 - len(kept) > 0
+
+
+def test_the_weak_writer_knows_the_tools_only(cfg, world):
+    view = make_task(1, world) | {"trials": []}
+    hints = {ScriptedWriter(replace(cfg, writer="scripted_weak"), [view]).write(view, 0, slot)["hint"] for slot in range(4)}
+    assert len(hints) == 4 and not any("Magic" in hint for hint in hints)
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"gate_model": "x"}, "gate_model"), ({"gate_threshold": 1.0}, "gate_threshold"), ({"engine": "openai", "gate": "logit_shift"}, "engine hf"),
+    ({"engine": "vllm", "objective": "token_shift", "confirm": 0}, "engine hf"), ({"objective": "token_shift"}, "confirm 0"),
+    ({"min_transfer": 0.5}, "siblings"), ({"minimal_change": True}, "hinter_prompt"), ({"target": "hinter_prompt", "search": "beam"}, "of its own"),
+    ({"budget": -1}, "budget"), ({"search": "agent", "writer": "file", "hints_file": "x"}, "agent")])
+def test_contradictions_are_refused(cfg, change, message):
+    with pytest.raises(SystemExit, match=message):
+        optimize_hints.main(replace(cfg, **change))
+
+
+def test_the_summary_has_what_tables_need(tiny_model_dir, tiny_tasks, tmp_path, capsys):
+    cfg = Config(tasks=[str(tiny_tasks)], num_tasks=4, model=str(tiny_model_dir), out_dir=str(tmp_path / "out"), max_rounds=2, max_new_tokens=8,
+                 search="beam", objective="edit", gate="embedding", siblings=1)
+    optimize_hints.main(cfg)
+    row, = read_jsonl(tmp_path / "out/summary.jsonl")
+    assert row["search"] == "beam" and row["budget"] == 6 and row["num_rollouts"] <= 4 * 6 and row["usd_per_hint"] == 0
+    assert "stand-in computed with the student" in capsys.readouterr().out
