@@ -266,7 +266,8 @@ You work by calling the tool test_hint, with a hint that keeps these rules: the 
 often as you ask for, and you get the results. Its answers vary, so that one success may be luck. The rollouts are limited. When no \
 further test is worth its price, answer without a call: the best hint tested is kept."""
 TEST_HINT = {"type": "function", "function": {
-    "name": "test_hint", "description": "Lets the assistant take its step with a hint. Returns what it did and a reward from 0 to 1, for every rollout.",
+    "name": "test_hint",
+    "description": "Lets the assistant take its step with a hint. Returns what it did and a reward from 0 to 1, for every rollout.",
     "parameters": {"type": "object", "required": ["hint", "num_rollouts"], "properties": {
         "hint": {"type": "string"}, "num_rollouts": {"type": "integer", "minimum": 1, "description": "fresh rollouts with this hint"}}}}}
 
@@ -538,7 +539,7 @@ class Confidence(Search):
 
 
 class Sequential(Confidence):
-    """One rollout per hint, revised until one passes."""
+    """One rollout per hint, revised until one passes: its `passed` is one success, and luck may be all of it."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -737,14 +738,28 @@ def natural(cfg, items, engine, tokenizer):
             for hidden, (_, ids) in zip(hidden_states(engine, places), places)]
 
 
+JUDGE_REQUEST = """An assistant that works with tools took this step in a conversation, and gets a hint for taking it again.
+
+Conversation:
+@@CONVERSATION@@
+
+Step:
+@@FAILED@@
+
+Hint:
+@@HINT@@
+
+Would a step that follows the hint be natural: the same task, the same plan, and nothing changed that need not be? Answer yes or no \
+and nothing else."""
+
+
 def judge(cfg, task, hint):
     """Whether an LLM finds the correction natural."""
     client = openai_client(cfg.base_url, cfg.writer_timeout)
-    messages = [{"role": "user", "content": "An assistant that works with tools took this step in a conversation, and gets a hint for taking it again.\n\n"
-                 f"Conversation:\n{json.dumps(task['messages'], ensure_ascii=False)}\n\nStep:\n{task['failed_completion']}\n\nHint:\n{hint}\n\n"
-                 "Would a step that follows the hint be natural: the same task, the same plan, and nothing changed that need not be? "
-                 "Answer yes or no and nothing else."}]
-    answer = ask_server(lambda: client.chat.completions.create(model=cfg.gate_model, messages=messages), cfg.max_retries, f"judge: {client.base_url}")
+    request = fill_markers(JUDGE_REQUEST, {"CONVERSATION": json.dumps(task["messages"], ensure_ascii=False),
+                                           "FAILED": task["failed_completion"], "HINT": hint})
+    answer = ask_server(lambda: client.chat.completions.create(model=cfg.gate_model, messages=[{"role": "user", "content": request}]),
+                        cfg.max_retries, f"judge: {client.base_url}")
     return bool(re.match(r"\W*yes\b", (answer.choices[0].message.content or "").split("</think>")[-1].strip().casefold()))
 
 
