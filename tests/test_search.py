@@ -131,27 +131,27 @@ def tell(strategy, hint, *rewards):
 
 def test_confidence_confirms_full_credit_and_stops_at_three_of_three(cfg):
     s = Confidence(cfg)
-    assert s.ask() == (None, 1)
+    assert s.ask() == [(None, 1)]
     tell(s, "a", 0.0)
-    assert s.ask() == (None, 1) and not s.done
+    assert s.orders() == [(None, 1)]
     tell(s, "b", 1.0)
-    assert s.ask() == ("b", 2)
+    assert s.ask() == [("b", 2)]
     tell(s, "b", 1.0, 0.0)
-    assert s.ask() == (None, 1) and not s.done and s.best() == "b"
+    assert s.orders() == [(None, 1)] and s.best() == "b"
     tell(s, "c", 1.0)
     tell(s, "c", 1.0, 1.0)
-    assert s.done and s.passed and s.best() == "c"
+    assert s.orders() == [] and s.passed and s.best() == "c"
 
 
 def test_confidence_graded_rewards_and_ties(cfg):
     s = Confidence(cfg)
     tell(s, "a", 0.5)
-    assert s.ask() == ("a", 2)
+    assert s.ask() == [("a", 2)]
     tell(s, "a", 0.5, 0.5)
     tell(s, "b", 0.5)
-    assert s.ask() == (None, 1) and s.best() == "a"  # not above the incumbent; a tie goes to more rollouts
+    assert s.ask() == [(None, 1)] and s.best() == "a"  # not above the incumbent; a tie goes to more rollouts
     tell(s, "c", 0.6)
-    assert s.ask() == ("c", 2)
+    assert s.ask() == [("c", 2)]
     tie = Confidence(cfg)
     tell(tie, "a", 0.0), tell(tie, "b", 0.0)
     assert tie.best() == "a"  # then to the earliest: a task where nothing worked keeps a hint
