@@ -374,7 +374,7 @@ def test_the_weak_writer_knows_the_tools_only(cfg, world):
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"gate_model": "x"}, "gate_model"), ({"gate_threshold": 1.0}, "gate_threshold"), ({"engine": "openai", "gate": "logit_shift"}, "engine hf"),
+    ({"gate_model": "x"}, "gate_model"), ({"gate_threshold": 1.0}, "gate_threshold"), ({"engine": "vllm", "gate": "logit_shift"}, "engine hf"),
     ({"engine": "vllm", "objective": "token_shift", "confirm": 0}, "engine hf"), ({"objective": "token_shift"}, "confirm 0"),
     ({"min_transfer": 0.5}, "siblings"), ({"minimal_change": True}, "hinter_prompt"), ({"target": "hinter_prompt", "search": "beam"}, "of its own"),
     ({"budget": -1}, "budget"), ({"search": "agent", "writer": "file", "hints_file": "x"}, "agent")])
