@@ -622,6 +622,7 @@ def knows_tools(tokenizer):
     return not missing
 
 
+@functools.cache  # a stage renders hundreds of prompts with them
 def load_demos(path):
     """The messages of a file of solved examples, one after the other; none for path "".
 

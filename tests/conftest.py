@@ -156,3 +156,17 @@ def tiny_model_dir(tmp_path_factory):
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def logprob_gap(model, prompts, samples, temperature):
+    """Mean |difference| in nats a token between the samples' log-probs and those of `model` on the same ids."""
+    import numpy as np
+    import torch
+    gaps = []
+    for prompt, of_prompt in zip(prompts, samples):
+        for sample in of_prompt:
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + sample.ids])).logits[0, len(prompt) - 1:-1]  # logits[t] predict token t + 1
+            logprobs = torch.log_softmax(logits / temperature, -1).gather(-1, torch.tensor(sample.ids)[:, None])[:, 0]
+            gaps += (logprobs - torch.tensor(sample.logprobs)).abs().tolist()
+    return float(np.mean(gaps))

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
 import evaluate
 import train_opsd
+from conftest import logprob_gap
 from common import (ROOT, EngineConfig, HFEngine, VLLMEngine, check_sync, load_engine, load_model, load_tasks, plain_weights, read_jsonl,
                     render_prompt, seed_note, stop_ids, torch)
 from test_train import run  # noqa: F401
@@ -179,18 +180,6 @@ def move(model, size=4e-3):
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(size * torch.sign(torch.randn(weight.shape, generator=draw)))
-
-
-def logprob_gap(model, prompts, samples, temperature):
-    """Mean |difference| in nats a token between the samples' log-probs and those of `model` on the same ids."""
-    gaps = []
-    for prompt, of_prompt in zip(prompts, samples):
-        for sample in of_prompt:
-            with torch.no_grad():
-                logits = model(torch.tensor([prompt + sample.ids])).logits[0, len(prompt) - 1:-1]  # logits[t] predict token t + 1
-            logprobs = torch.log_softmax(logits / temperature, -1).gather(-1, torch.tensor(sample.ids)[:, None])[:, 0]
-            gaps += (logprobs - torch.tensor(sample.logprobs)).abs().tolist()
-    return float(np.mean(gaps))
 
 
 @needs_vllm

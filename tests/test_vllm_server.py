@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from conftest import logprob_gap
 from common import ROOT, HFEngine, OpenAIEngine, load_model, load_tasks, render_prompt, stop_ids, torch
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
@@ -55,18 +56,6 @@ def served(request, tmp_path_factory):
         finally:
             os.killpg(process.pid, signal.SIGTERM)
             process.wait(60)
-
-
-def logprob_gap(model, prompts, samples, temperature):
-    """Mean |difference| in nats a token between the samples' log-probs and those of `model` on the same ids."""
-    gaps = []
-    for prompt, of_prompt in zip(prompts, samples):
-        for sample in of_prompt:
-            with torch.no_grad():
-                logits = model(torch.tensor([prompt + sample.ids])).logits[0, len(prompt) - 1:-1]  # logits[t] predict token t + 1
-            logprobs = torch.log_softmax(logits / temperature, -1).gather(-1, torch.tensor(sample.ids)[:, None])[:, 0]
-            gaps += (logprobs - torch.tensor(sample.logprobs)).abs().tolist()
-    return float(np.mean(gaps))
 
 
 def test_ids_and_logprobs_are_those_of_the_model(served):
