@@ -1296,9 +1296,12 @@ class Row:
     predict: object  # (T,) index in the row of the hidden state that predicts each completion token
     targets: object  # (T,) the completion tokens
     owner: object  # (T,) number of the completion, counted through all items in order
+    room: object  # (), tokens that a row was allowed
 
     def to(self, device):
-        return Row(*(getattr(self, field.name).to(device) for field in dataclasses.fields(self)))
+        def moved(tensor):  # a copy from pinned memory does not wait for the GPU, which has other rows to do
+            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+        return Row(*(moved(getattr(self, field.name)) for field in dataclasses.fields(self)[:-1]), self.room)
 
 
 def pack_rows(items, row_tokens):
@@ -1311,7 +1314,7 @@ def pack_rows(items, row_tokens):
     for number, (prefix, completions) in enumerate(items):
         size = len(prefix) + sum(map(len, completions))
         if columns is None or len(columns["input_ids"]) + size > row_tokens:
-            columns = {field.name: [] for field in dataclasses.fields(Row)}
+            columns = {field.name: [] for field in dataclasses.fields(Row)} | {"room": row_tokens}
             rows.append(columns)
         start = len(columns["input_ids"])
         for branch, ids in enumerate([prefix, *completions]):
@@ -1336,21 +1339,45 @@ def visible(row):
     return rule
 
 
+def block_mask(row, size=128):
+    """flex_attention's BlockMask of a row whose length is a multiple of `size`.
+
+    A block of the mask, size x size, is skipped, full, or has its entries worked out by the rule. Which one follows from the
+    first and the last token of its queries and keys, since tasks and branches stand in order: (L, L) never exists.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+    task, branch = row.task.view(-1, size), row.branch.view(-1, size)
+    first, last = (task[:, i] * (branch.max() + 1) + branch[:, i] for i in (0, -1))  # (blocks,) one number for task and branch
+    prefix = torch.where(branch == 0, task, -1).amax(1)  # the last task whose prefix reaches into the block
+    number = torch.arange(len(task), device=task.device)
+    before = number[:, None] > number  # (blocks, blocks), query x key
+    seen = before & ((last >= first[:, None]) | (prefix >= task[:, :1])) | (number[:, None] == number)
+    same_task = (task[:, 0] == task[:, -1, None]) & (task[:, 0, None] == task[:, -1])
+    same_branch = (first == last[:, None]) & (first[:, None] == last)
+    full = before & same_task & (same_branch | (branch[:, -1] == 0))
+    kinds = []
+    for blocks in (seen & ~full, full):
+        kinds += [blocks.sum(-1, dtype=torch.int32)[None, None], blocks.int().argsort(dim=-1, descending=True, stable=True).int()[None, None]]
+    return BlockMask.from_kv_blocks(*kinds, BLOCK_SIZE=size, mask_mod=visible(row))
+
+
 def packed_hidden(model, row):
     """(T, D): the final hidden states (after the last norm) that predict the row's completion tokens.
 
-    On CUDA the mask is a BlockMask: blocks of 128 x 128 that nobody may see are skipped. Elsewhere it is a boolean (L, L).
+    On CUDA the mask is a BlockMask: blocks of 128 x 128 that nobody may see are skipped, and a row is filled up to the room that
+    rows have. Elsewhere the mask is a boolean (L, L).
     """
     row = row.to(model.device)
-    device, ids, positions = row.input_ids.device, row.input_ids, row.position_ids
-    if row.input_ids.is_cuda:
-        from torch.nn.attention.flex_attention import create_block_mask
-        fill = -len(ids) % 128  # whole blocks; what fills the last one belongs to no task
-        ids, positions = (torch.nn.functional.pad(x, (0, fill)) for x in (ids, positions))
-        row.task, row.branch = (torch.nn.functional.pad(x.int(), (0, fill), value=-1) for x in (row.task, row.branch))
-        mask = create_block_mask(visible(row), None, None, len(ids), len(ids), device)  # compiling it takes minutes for some lengths
+    ids, positions = row.input_ids, row.position_ids
+    if ids.is_cuda:
+        whole_blocks = 128 * -(-int(row.room) // 128)
+        fill = (0, -len(ids) % whole_blocks)  # rows of one length: one compilation. What fills them up is a task of its own
+        ids, positions = (torch.nn.functional.pad(x, fill) for x in (ids, positions))
+        row.task = torch.nn.functional.pad(row.task.int(), fill, value=2**20)
+        row.branch = torch.nn.functional.pad(row.branch.int(), fill)
+        mask = block_mask(row)
     else:
-        index = torch.arange(len(ids), device=device)
+        index = torch.arange(len(ids), device=ids.device)
         mask = visible(row)(0, 0, index[:, None], index)[None, None]  # (1, 1, L, L), query x key
     hidden = model.base_model(ids[None], position_ids=positions[None], attention_mask=mask, use_cache=False).last_hidden_state
     return hidden[0, row.predict]

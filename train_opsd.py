@@ -243,7 +243,7 @@ def prepare_layers(model, cfg):
     for layer in model.base_model.layers:
         plain = forward = layer.forward
         if cfg.compile:
-            forward = torch.compile(forward)
+            forward = torch.compile(forward, dynamic=False)  # rows have one length on a GPU
         if cfg.gradient_checkpointing:
             forward = functools.partial(torch.utils.checkpoint.checkpoint, forward, use_reentrant=False)
         if forward is not plain:

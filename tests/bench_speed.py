@@ -39,7 +39,7 @@ TASKS, ROLLOUTS, PREFIX, HINT, COMPLETION = 8, 8, 1024, 64, 128
 
 def model_config(shape):
     from transformers import Qwen3Config
-    return Qwen3Config(vocab_size=VOCAB, tie_word_embeddings=True, max_position_embeddings=40960, **SHAPES[shape])
+    return Qwen3Config(vocab_size=VOCAB, tie_word_embeddings=True, max_position_embeddings=40960, architectures=["Qwen3ForCausalLM"], **SHAPES[shape])
 
 
 def random_model(shape, seed=0):

@@ -1,12 +1,14 @@
 """Attention, sampling engine and packed rows: every short cut gives what a plain full forward gives."""
 import copy
+import random
 import sys
 from types import SimpleNamespace
 
 import pytest
 
 import common
-from common import HFEngine, SharedCache, VLLMEngine, attention, head_weight, load_model, pack_rows, packed_hidden, reverse_kl, sample_tasks, stop_ids, torch
+from common import (HFEngine, SharedCache, VLLMEngine, attention, block_mask, head_weight, load_model, pack_rows, packed_hidden, reverse_kl,
+                    sample_tasks, stop_ids, torch, visible)
 
 
 @pytest.fixture(scope="module")
@@ -281,6 +283,25 @@ def test_KL_04_rows_of_student_and_teacher_start_one_before_the_completion(case)
             assert float(picked) == pytest.approx(data["expected"][f"sampled_logprob_sum_{role}"], abs=1e-6)
     rows = [torch.tensor(data["input"][f"{role}_logits"])[data["expected"][f"{role}_rows"]] for role in ("student", "teacher")]
     assert float(reverse_kl(*rows).mean()) == data["expected"]["mean_reverse_kl"]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_block_mask_skips_what_nobody_sees_and_leaves_nothing_out(seed):
+    draw = random.Random(seed)
+    items = [([1] * draw.randint(1, 500), [[2] * draw.randint(0, 300) for _ in range(draw.randint(0, 6))]) for _ in range(5)]
+    for row in pack_rows(items, 2048):
+        fill = (0, -len(row.input_ids) % 128)
+        row.task, row.branch = torch.nn.functional.pad(row.task, fill, value=2**20), torch.nn.functional.pad(row.branch, fill)
+        mask, index, blocks = block_mask(row), torch.arange(len(row.task)), len(row.task) // 128
+        entries = visible(row)(0, 0, index[:, None], index).view(blocks, 128, blocks, 128)
+        listed = {"kv": torch.zeros(blocks, blocks, dtype=torch.bool), "full_kv": torch.zeros(blocks, blocks, dtype=torch.bool)}
+        for kind, there in listed.items():
+            numbers, indices = getattr(mask, f"{kind}_num_blocks")[0, 0], getattr(mask, f"{kind}_indices")[0, 0]
+            for query in range(blocks):
+                there[query, indices[query, :numbers[query]].long()] = True
+        assert not (listed["kv"] & listed["full_kv"]).any()
+        assert torch.equal(listed["kv"] | listed["full_kv"], entries.any(3).any(1))
+        assert entries.all(3).all(1)[listed["full_kv"]].all()
 
 
 def test_packed_hidden_states_and_gradients_equal_unpacked_ones(model, prompts):
