@@ -411,10 +411,10 @@ def load_world(world):
 
 
 def play_turn(task, texts, last, env=None):
-    """(Env, its answers, Grade) after the last of `texts`, the assistant messages so far; no Grade while the episode goes on, no
-    answers when it is over. It is over when the world says so, or with last=True.
+    """(Env, its answers, None) after the last of `texts`, the assistant messages so far; (None, [], Grade) when the episode is over,
+    because the world says so or with last=True.
 
-    Without an `env`, the one of the message before, all of them are played in a fresh one; so they are after a breakdown.
+    `env` is the one of the message before. Without it, and after a breakdown, all of them are played in a fresh one.
     Raises InfraError when the world has broken down three times, Refusal when the task's prefix cannot be replayed.
     """
     world = load_world(task["world"])
@@ -427,7 +427,7 @@ def play_turn(task, texts, last, env=None):
             for text in to_play:
                 answer = env.step({"role": "assistant", "content": _THOUGHTS.sub("", text)})  # what was thought was not said
             if last or answer[1]:
-                return env, [], env.grade()
+                return None, [], env.grade()
             return env, answer[0], None
         except InfraError:
             if pause is None:
@@ -1337,7 +1337,7 @@ def play_tasks(engine, tokenizer, tasks, seeds, render, max_turns, max_new_token
     """The Episodes of at most max_turns turns: a list for each task, one for each of its seeds.
 
     All of them advance together, one call of the engine for each turn. render(task, later) gives the ids of a prompt, as
-    render_prompt does. An episode ends early, as a cut one, when the next prompt and turn would leave less than `room` tokens of
+    render_prompt does. An episode ends early, as a cut one, when its next prompt and turn would leave fewer than `room` tokens of
     what the model can read. Raises as sample_tasks does.
     """
     groups = [[Episode(task, seed) for seed in of_task] for task, of_task in zip(tasks, seeds)]

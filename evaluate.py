@@ -4,7 +4,8 @@ In:   a model folder and task files; or the folders that earlier runs left behin
 Out:  <out_dir>/eval.jsonl (id, seed, completion, reward, passed, action, finish_reason), table.md, three plots.
 
 1. Refuse tasks that the model was trained on, by id and by normalised text.
-2. Sample every task from its hint-free prompt, `seeds` times, in fixed batches, and grade each completion.
+2. Sample every task from its hint-free prompt, `seeds` times, in fixed batches, and grade each completion, or with --max_turns
+   each whole episode (`completion` is then its last turn, `messages` all that was said and observed).
    A killed run starts again: a batch that lacks rows is sampled as it was and only those rows are added.
 3. A world that breaks down is asked again; then the row has an `error`, counts as failed, and is said aloud.
 4. pass@1 = mean of `passed` over tasks and seeds, its interval from resampled tasks with the seeds nested inside;

@@ -4,7 +4,8 @@ in   task files, hints.jsonl (stage 1), a Hugging Face model folder
 out  <out_dir>/checkpoint (a Hugging Face folder), metrics.jsonl, rollouts.jsonl, eval.jsonl, config.json
 
 1. Take the next tasks; a prompt is the prefix of a failed step. The student never sees the hint.
-2. Sample a few completions per prompt from the student and grade them.
+2. Sample a few completions per prompt from the student and grade them. With --max_turns the student acts in the world until
+   it is done; what the world answers is read by both and is in no loss.
 3. Pack: a task's prefix is laid down once, its completions follow as branches that do not see each other.
    One packing with the hint in the prefix (teacher), one without (student); the completion tokens are the same.
 4. The teacher, the same model with its starting weights, reads its packing without gradient.
@@ -705,20 +706,30 @@ def rollout_rows(places, groups, kl, step, hints, note):
     return rows
 
 
-def rollout_metrics(rows, per_task):
-    """What metrics.jsonl says of a step's rollouts, per_task after one another. Silent groups have equal rewards: no GRPO."""
-    rewards = torch.tensor([row["reward"] for row in rows if "messages" not in row]).view(-1, per_task)  # once for each episode
-    return {"reward_mean": float(rewards.mean()), "pass_rate": float((rewards >= 1).float().mean()),
-            "truncated_frac": sum(row["finish_reason"] == "length" for row in rows) / len(rows),
-            "silent_groups_frac": float((rewards.std(-1, correction=0) < 1e-8).float().mean())}
-
-
 def token_means(num_tokens, **values):
     """{name: mean} of (T,) values over the step's tokens, those of all ranks."""
     sums = torch.stack([value.double().sum() for value in values.values()])
     if world() > 1:
         torch.distributed.all_reduce(sums)
     return dict(zip(values, (sums / num_tokens).tolist()))
+
+
+def step_metrics(rows, packed, kl, log_ratio, num_tokens, weight, cfg):
+    """What metrics.jsonl says of a step's rollouts. Silent groups have equal rewards: no GRPO.
+
+    rows: of rollouts.jsonl; packed: the student's Rows; kl and log_ratio (T,): KL(student || teacher) and the log-prob of the
+    trainer less that of the sampler, nats.
+    """
+    rewards = torch.tensor([row["reward"] for row in rows if "messages" not in row]).view(-1, cfg.rollouts_per_task)  # one of an episode
+    ratio = log_ratio.exp()
+    metrics = {"reward_mean": float(rewards.mean()), "pass_rate": float((rewards >= 1).float().mean()),
+               "truncated_frac": sum(row["finish_reason"] == "length" for row in rows) / len(rows),
+               "silent_groups_frac": float((rewards.std(-1, correction=0) < 1e-8).float().mean()),
+               "row_fill": sum(len(row.input_ids) for row in packed) / (len(packed) * cfg.row_tokens),
+               **token_means(num_tokens, reverse_kl=kl, logprob_gap=log_ratio.abs(), sampler_kl_k3=ratio - 1 - log_ratio)}
+    if cfg.loss == "policy_gradient":
+        metrics |= {"grpo_weight": weight, **token_means(num_tokens, ratio_mean=ratio, ratio_clipped_frac=ratio > 2)}
+    return metrics
 
 
 def student_pass(model, teacher, rows, hidden_t, loss_of, num_tokens, cfg):
@@ -914,17 +925,11 @@ def main(cfg):
         clock.append(time.time())
 
         # Records, held-out evaluation, checkpoint: in this order, so that a checkpoint vouches for all rows up to its step.
-        log_ratio = logprobs - sampler_logprobs  # trainer against sampler, nats
-        ratio = log_ratio.exp()
         placed = gathered(rollout_rows(places, groups, kl, step, hints, seed_note(engine)))
         rows = [row for _, row in sorted(placed, key=lambda placed: placed[0])]
         metrics = {"step": step, "loss": loss, "num_tokens": num_tokens, "grad_norm": float(grad_norm), "lr": lr_at(step, cfg),
-                   **rollout_metrics(rows, cfg.rollouts_per_task),
-                   "row_fill": sum(len(row.input_ids) for row in student_rows) / (len(student_rows) * cfg.row_tokens),
-                   **token_means(num_tokens, reverse_kl=kl, logprob_gap=log_ratio.abs(), sampler_kl_k3=ratio - 1 - log_ratio)}
-        if cfg.loss == "policy_gradient":
-            metrics |= {"grpo_weight": weight, **token_means(num_tokens, ratio_mean=ratio, ratio_clipped_frac=ratio > 2)}
-        metrics |= {f"seconds_{name}": b - a for name, a, b in zip(("sample", "teacher", "student", "push"), clock, clock[1:])}
+                   **step_metrics(rows, student_rows, kl, logprobs - sampler_logprobs, num_tokens, weight, cfg),
+                   **{f"seconds_{name}": b - a for name, a, b in zip(("sample", "teacher", "student", "push"), clock, clock[1:])}}
         pass_rates.append(metrics["pass_rate"])
         if rank() == 0:
             append_jsonl(out_dir / "metrics.jsonl", metrics)
