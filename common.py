@@ -1,5 +1,5 @@
 """What two or more stages of nanoOPSD share, in this order: config and run folders, JSONL records, tasks, worlds and hints,
-tool calls, rendering, model and attention, requests to servers, the sampling engines, packed rows, metrics.
+tool calls, rendering, model and attention, requests to servers, the sampling engines, episodes, packed rows, metrics.
 
 torch is imported at first use, so that `--help` answers at once; transformers and yaml inside the functions that need them.
 """
@@ -26,6 +26,7 @@ import typing
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -409,24 +410,41 @@ def load_world(world):
     return module
 
 
-def grade_completion(task, text):
-    """The Grade of the assistant message `text`, played in a fresh environment.
+def play_turn(task, texts, last, env=None):
+    """(Env, its answers, None) after the last of `texts`, the assistant messages so far; (None, [], Grade) when the episode is over,
+    because the world says so or with last=True.
 
+    `env` is the one of the message before. Without it, and after a breakdown, all of them are played in a fresh one.
     Raises InfraError when the world has broken down three times, Refusal when the task's prefix cannot be replayed.
     """
     world = load_world(task["world"])
     for pause in (1, 2, None):  # seconds until the next attempt
-        env = world.Env()
         try:
-            env.reset(task)
-            env.step({"role": "assistant", "content": _THOUGHTS.sub("", text)})  # what was thought was not said
-            return env.grade()
+            to_play = texts[-1:]
+            if env is None:
+                env, to_play = world.Env(), texts
+                env.reset(task)
+            for text in to_play:
+                answer = env.step({"role": "assistant", "content": _THOUGHTS.sub("", text)})  # what was thought was not said
+            if last or answer[1]:
+                return None, [], env.grade()
+            return env, answer[0], None
         except InfraError:
             if pause is None:
                 raise
+            env = None
             time.sleep(pause)
         except ValueError as error:
             die(f"task {task['id']}: {error}")
+
+
+def grade_completion(task, text):
+    """The Grade of the assistant message `text`, played in a fresh environment. Raises as play_turn does."""
+    return play_turn(task, [text], last=True)[2]
+
+
+def stop_on_breakdown(task, error):
+    die(f"task {task['id']}: its world broke down ({error}); the same command goes on from there")
 
 
 def grade_or_stop(task, text):
@@ -434,7 +452,7 @@ def grade_or_stop(task, text):
     try:
         return grade_completion(task, text)
     except InfraError as error:
-        die(f"task {task['id']}: its world broke down ({error}); the same command goes on from there")
+        stop_on_breakdown(task, error)
 
 
 def load_hints(path, tasks, control="none", seed=0):
@@ -636,10 +654,11 @@ def load_demos(path):
     return [message for row in rows for message in row["messages"]]
 
 
-def render_prompt(tokenizer, messages, tools, hint="", hint_position="end", enable_thinking=None, demos=()):
+def render_prompt(tokenizer, messages, tools, hint="", hint_position="end", enable_thinking=None, demos=(), later=()):
     """Token ids of the prompt up to the assistant's turn, the student's (hint "") as well as the teacher's.
 
-    demos: messages of solved examples (load_demos); they stand after the system message, before the conversation. Blanks at
+    demos: messages of solved examples (load_demos); they stand after the system message, before the conversation. later: the
+    messages of an episode that began after `messages`; the hint stays where it stood at its first turn. Blanks at
     the end of a message are cut, since some templates cut them and a hint would bring them back; not those of an assistant.
     Raises Refusal for a model without a chat template, and with what the template itself objects to.
     """
@@ -647,7 +666,7 @@ def render_prompt(tokenizer, messages, tools, hint="", hint_position="end", enab
         content = message.get("content") or ""
         return {**message, "content": content if message["role"] == "assistant" else content.rstrip()}
 
-    messages = place_hint(list(map(plain, messages)), hint, hint_position)
+    messages = [*place_hint(list(map(plain, messages)), hint, hint_position), *map(plain, later)]
     after_system = int(messages[0]["role"] == "system")
     messages[after_system:after_system] = map(plain, demos)
     uses_tools = tools or any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
@@ -1015,7 +1034,7 @@ class HFEngine:
     seeded = True  # a sample is fixed by its prompt and seed
 
     def __init__(self, model, tokenizer, max_batch_tokens=65536):
-        self.model, self.max_batch_tokens = model, max_batch_tokens
+        self.model, self.max_batch_tokens, self.max_length = model, max_batch_tokens, model.config.max_position_embeddings
         self.stop_ids = stop_ids(tokenizer, model)
 
     def generate(self, prompts, seeds, max_new_tokens, temperature=1.0, progress=lambda num_finished: None):
@@ -1025,7 +1044,7 @@ class HFEngine:
         how many more samples are finished. Raises ValueError naming the index of a prompt that is empty or does not fit the
         model together with max_new_tokens.
         """
-        check_lengths(prompts, max_new_tokens, self.model.config.max_position_embeddings)
+        check_lengths(prompts, max_new_tokens, self.max_length)
         samples, training = [[] for _ in prompts], self.model.training
         self.model.eval()
         try:
@@ -1284,11 +1303,72 @@ def sample_tasks(engine, tokenizer, tasks, prompts, seeds, max_new_tokens, tempe
     return samples
 
 
+# Episodes: the model acts in the world until it is done.
+
+@dataclass
+class Turn:
+    """One assistant message of an episode."""
+    before: list  # the episode's messages that came before it, after those of the task
+    prompt: list  # ids that it was sampled after
+    sample: Sample
+
+
+@dataclass
+class Episode:
+    """What the model makes of a task from one seed. When it is over it has the Grade of all its turns, or the world's `error`."""
+    task: dict
+    seed: int
+    turns: list = dataclasses.field(default_factory=list)
+    messages: list = dataclasses.field(default_factory=list)  # what was said and observed, after the task's messages
+    env: object = None
+    grade: Grade | None = None
+    error: str = ""
+
+    def play(self, last):
+        """Plays the newest turn in the world, after which the episode is over if it is the `last` one."""
+        try:
+            self.env, answers, self.grade = play_turn(self.task, [turn.sample.text for turn in self.turns], last, self.env)
+            self.messages += answers
+        except InfraError as error:
+            self.error = str(error) or "InfraError"
+
+
+def play_tasks(engine, tokenizer, tasks, seeds, render, max_turns, max_new_tokens, temperature, room=0):
+    """The Episodes of at most max_turns turns: a list for each task, one for each of its seeds.
+
+    All of them advance together, one call of the engine for each turn. render(task, later) gives the ids of a prompt, as
+    render_prompt does. An episode ends early, as a cut one, when its next prompt and turn would leave fewer than `room` tokens of
+    what the model can read. Raises as sample_tasks does.
+    """
+    groups = [[Episode(task, seed) for seed in of_task] for task, of_task in zip(tasks, seeds)]
+    waiting = [(group, render(task, [])) for task, group in zip(tasks, groups)]  # a first prompt is read once for all its seeds
+    for turn in range(max_turns):
+        streams = [[stable_seed(episode.seed, turn) if turn else episode.seed for episode in group] for group, _ in waiting]
+        sampled = sample_tasks(engine, tokenizer, [group[0].task for group, _ in waiting], [prompt for _, prompt in waiting], streams,
+                               max_new_tokens, temperature)
+        for (group, prompt), samples in zip(waiting, sampled):
+            for episode, sample in zip(group, samples):
+                episode.turns.append(Turn(list(episode.messages), prompt, sample))
+                episode.messages.append({"role": "assistant", "content": sample.text})
+                episode.play(last=turn + 1 == max_turns)
+        waiting = []
+        for episode in [episode for group in groups for episode in group if not (episode.grade or episode.error)]:
+            prompt = render(episode.task, episode.messages)
+            if len(prompt) + max_new_tokens + room <= engine.max_length:
+                waiting.append(([episode], prompt))
+            else:
+                episode.turns[-1].sample.finish_reason, episode.env = "length", None
+                episode.play(last=True)
+        if not waiting:
+            break
+    return groups
+
+
 # Packed rows: a task's prefix once, then its completions as branches that do not see each other.
 
 @dataclass
 class Row:
-    """L input tokens and the T completion tokens among them; all are long tensors."""
+    """L input tokens and the T completion tokens among them that were sampled; all are long tensors."""
     input_ids: object  # (L,)
     position_ids: object  # (L,) restart with every task; a branch goes on where its prefix ends
     task: object  # (L,) index of the item
@@ -1304,9 +1384,10 @@ class Row:
         return Row(*(moved(getattr(self, field.name)) for field in dataclasses.fields(self)[:-1]), self.room)
 
 
-def pack_rows(items, row_tokens):
+def pack_rows(items, row_tokens, masks=None):
     """Rows of at most `row_tokens` input tokens from items (prefix_ids, [completion_ids, ...]), in order.
 
+    masks: a loss_mask for each completion, counted through all items; without them every token of a completion is sampled.
     A task never splits over rows; one that is longer gets a row of its own. Read row after row, the T completion tokens are
     those of the items in order, however they fell into rows: tokens of student and teacher correspond one to one.
     """
@@ -1324,11 +1405,39 @@ def pack_rows(items, row_tokens):
             columns["task"] += [number] * len(ids)
             columns["branch"] += [branch] * len(ids)
             if branch:  # the prefix's last state predicts token 0, that of token t predicts token t + 1
-                columns["predict"] += [start + len(prefix) - 1, *range(here, here + len(ids) - 1)][:len(ids)]
-                columns["targets"] += ids
-                columns["owner"] += [owner] * len(ids)
+                mask = masks[owner] if masks else [1] * len(ids)
+                columns["predict"] += compress([start + len(prefix) - 1, *range(here, here + len(ids) - 1)], mask)
+                columns["targets"] += compress(ids, mask)
+                columns["owner"] += [owner] * sum(mask)
                 owner += 1
     return [Row(**{name: torch.tensor(values, dtype=torch.long) for name, values in row.items()}) for row in rows]
+
+
+def pack_episodes(groups, row_tokens):
+    """pack_rows of episodes: per task a list of them, each a list of (prompt ids, sampled ids), one for each turn.
+
+    An episode is one branch as long as every prompt begins with all that was read and sampled before; what the world said in
+    between is context and no target. Where a template rewrites history (Qwen3's drops thoughts once the user speaks again), or
+    sampled ids are not what their text is encoded as, the turn is an item of its own, after the prompt that it was sampled
+    after. The sampled tokens come in the order task, episode, turn, token in any case.
+    """
+    items, masks = [], []
+    for group in groups:
+        begun = len(items)
+        for turns in group:
+            read = None
+            for prompt, ids in turns:
+                if read and prompt[:len(read)] == read:
+                    between = prompt[len(read):]
+                    items[-1][1][-1] += between + ids
+                    masks[-1] += [0] * len(between) + [1] * len(ids)
+                else:
+                    if len(items) == begun or items[-1][0] != prompt:
+                        items.append((prompt, []))
+                    items[-1][1].append(list(ids))
+                    masks.append([1] * len(ids))
+                read = prompt + ids
+    return pack_rows(items, row_tokens, masks)
 
 
 def visible(row):

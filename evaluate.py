@@ -4,7 +4,8 @@ In:   a model folder and task files; or the folders that earlier runs left behin
 Out:  <out_dir>/eval.jsonl (id, seed, completion, reward, passed, action, finish_reason), table.md, three plots.
 
 1. Refuse tasks that the model was trained on, by id and by normalised text.
-2. Sample every task from its hint-free prompt, `seeds` times, in fixed batches, and grade each completion.
+2. Sample every task from its hint-free prompt, `seeds` times, in fixed batches, and grade each completion, or with --max_turns
+   each whole episode (`completion` is then its last turn, `messages` all that was said and observed).
    A killed run starts again: a batch that lacks rows is sampled as it was and only those rows are added.
 3. A world that breaks down is asked again; then the row has an `error`, counts as failed, and is said aloud.
 4. pass@1 = mean of `passed` over tasks and seeds, its interval from resampled tasks with the seeds nested inside;
@@ -23,9 +24,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from common import (EngineConfig, InfraError, RowLog, at_least, bootstrap_ci, die, grade_completion, load_demos, load_engine, load_tasks, opt,
-                    paired_ci, parse_config, pass_at_k, read_jsonl, render_prompt, sample_tasks, seed_note, stable_seed, start_run, world_files,
-                    write_text)
+from common import (EngineConfig, RowLog, at_least, bootstrap_ci, die, load_demos, load_engine, load_tasks, opt, paired_ci, parse_config,
+                    pass_at_k, play_tasks, read_jsonl, render_prompt, seed_note, stable_seed, start_run, world_files, write_text)
 
 
 @dataclass
@@ -38,6 +38,7 @@ class Config(EngineConfig):
     seed: int = opt(0, "names the random streams; the same for every model, so that comparisons are paired")
     temperature: float = opt(1.0, "sampling temperature, 0 = greedy")
     max_new_tokens: int = opt(96, "longest completion")
+    max_turns: int = opt(1, "turns that the model acts in the world before it is graded: whole episodes; 1 = the next step alone")
     batch_tasks: int = opt(64, "tasks per engine batch")
     runs: list[str] = opt([], "only report these conditions: name=folder, or name=folder,folder with a folder per training seed")
     compare: list[str] = opt([], "only compare two such conditions: second minus first")
@@ -47,8 +48,8 @@ class Config(EngineConfig):
 # Sampling and grading.
 
 def evaluate_model(engine, tokenizer, tasks, seeds, path=None, key=None, seed=0, temperature=1.0, max_new_tokens=96,
-                   batch_tasks=64, enable_thinking=None, demos=()):
-    """Grades `seeds` hint-free completions of every task; returns the rows, task by task.
+                   batch_tasks=64, enable_thinking=None, demos=(), max_turns=1):
+    """Grades `seeds` hint-free completions of every task, or whole episodes of max_turns turns; returns the rows, task by task.
 
     path: where rows are appended as they come. Finished rows already there are kept, rows with an
     `error` are tried again. key: fields that every row of this evaluation has, such as {"step": 20};
@@ -63,15 +64,13 @@ def evaluate_model(engine, tokenizer, tasks, seeds, path=None, key=None, seed=0,
         places = [[{**key, "id": task["id"], "seed": k} for k in range(seeds)] for task in batch]
         if not all(log.get(place) for of_task in places for place in of_task):
             # The whole batch again: its shape changes low bits of the logits, and so now and then a sample.
-            prompts = [render_prompt(tokenizer, task["messages"], task["tools"], enable_thinking=enable_thinking, demos=demos)
-                       for task in batch]
             streams = [[stable_seed("evaluate", seed, task["id"], k) for k in range(seeds)] for task in batch]
-            samples = sample_tasks(engine, tokenizer, batch, prompts, streams, max_new_tokens, temperature)
-            for task, of_task, task_samples in zip(batch, places, samples):
-                for place, sample in zip(of_task, task_samples):
-                    if not log.get(place):
-                        log.add({**place, "completion": sample.text, **grade_fields(task, sample.text),
-                                 "finish_reason": sample.finish_reason, **seed_note(engine)})
+            groups = play_tasks(engine, tokenizer, batch, streams, lambda task, later: render_prompt(
+                tokenizer, task["messages"], task["tools"], enable_thinking=enable_thinking, demos=demos, later=later),
+                max_turns, max_new_tokens, temperature)
+            for of_task, group in zip(places, groups):
+                for place, episode in zip(of_task, group):
+                    log.add({**place, **episode_fields(episode), **seed_note(engine)})
         rows += [log.get(place) for of_task in places for place in of_task]
         bar.update(len(batch) * seeds)
         bar.set_postfix_str(f"pass@1 {pass_rate(rows):.3f}")
@@ -90,13 +89,14 @@ def latest_rows(rows):
     return latest
 
 
-def grade_fields(task, text):
-    """reward, passed and action of a completion; a reward of 0 and the error where the world broke down."""
-    try:
-        grade = grade_completion(task, text)
-    except InfraError as error:
-        return {"reward": 0.0, "passed": False, "error": str(error) or "InfraError"}
-    return {"reward": grade.reward, "passed": grade.passed, "action": grade.action}
+def episode_fields(episode):
+    """What a row says of an Episode: its last turn and its grade, a reward of 0 and the error where the world broke down; of
+    several turns also their messages."""
+    sample, grade = episode.turns[-1].sample, episode.grade
+    graded = {"reward": 0.0, "passed": False, "error": episode.error} if episode.error else {
+        "reward": grade.reward, "passed": grade.passed, "action": grade.action}
+    return {"completion": sample.text, **graded, "finish_reason": sample.finish_reason,
+            **({"messages": episode.messages} if len(episode.turns) > 1 else {})}
 
 
 def say_errors(rows, where):
@@ -133,7 +133,7 @@ def evaluate_folder(model_dir, out_dir, tasks, cfg):
                         ignore=("base", "runs", "compare"))
     engine, tokenizer = load_engine(cfg, model_dir)
     rows = evaluate_model(engine, tokenizer, tasks, cfg.seeds, out_dir / "eval.jsonl", None, cfg.seed,
-                          cfg.temperature, cfg.max_new_tokens, cfg.batch_tasks, cfg.enable_thinking, load_demos(cfg.demos))
+                          cfg.temperature, cfg.max_new_tokens, cfg.batch_tasks, cfg.enable_thinking, load_demos(cfg.demos), cfg.max_turns)
     cut = sum(row["finish_reason"] == "length" for row in rows)
     print(f"{out_dir}: {len(tasks)} tasks x {cfg.seeds} seeds of {model_dir}, {cut} completions cut at {cfg.max_new_tokens} tokens")
 
@@ -407,7 +407,7 @@ def report(conditions, tasks, cfg):
 
 
 def main(cfg):
-    at_least(1, cfg, "seeds", "max_new_tokens", "batch_tasks")
+    at_least(1, cfg, "seeds", "max_new_tokens", "batch_tasks", "max_turns")
     at_least(0, cfg, "temperature")
     tasks = load_tasks(cfg.tasks, cfg.num_tasks)
     if cfg.runs and cfg.compare:

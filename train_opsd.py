@@ -4,7 +4,8 @@ in   task files, hints.jsonl (stage 1), a Hugging Face model folder
 out  <out_dir>/checkpoint (a Hugging Face folder), metrics.jsonl, rollouts.jsonl, eval.jsonl, config.json
 
 1. Take the next tasks; a prompt is the prefix of a failed step. The student never sees the hint.
-2. Sample a few completions per prompt from the student and grade them.
+2. Sample a few completions per prompt from the student and grade them. With --max_turns the student acts in the world until
+   it is done; what the world answers is read by both and is in no loss.
 3. Pack: a task's prefix is laid down once, its completions follow as branches that do not see each other.
    One packing with the hint in the prefix (teacher), one without (student); the completion tokens are the same.
 4. The teacher, the same model with its starting weights, reads its packing without gradient.
@@ -36,8 +37,8 @@ from tqdm import tqdm
 
 import optimize_hints
 from common import (EngineConfig, append_jsonl, at_least, check_sync, die, grade_or_stop, head_weight, load_demos, load_engine, load_hints,
-                    load_model, load_tasks, logits_of, new_folder, opt, pack_rows, packed_hidden, parse_config, plain_weights, read_jsonl,
-                    render_prompt, sample_tasks, seed_note, stable_seed, start_run, torch, whole, world_files,
+                    load_model, load_tasks, logits_of, new_folder, opt, pack_episodes, packed_hidden, parse_config, plain_weights, play_tasks,
+                    read_jsonl, render_prompt, seed_note, stable_seed, start_run, stop_on_breakdown, torch, whole, world_files,
                     write_jsonl, write_text)
 from evaluate import evaluate_model, refuse_overlap
 
@@ -58,6 +59,7 @@ class Config(EngineConfig):
     rollouts_per_task: int = opt(4, "completions sampled for each of them")
     temperature: float = opt(1.0, "divides the logits of student and teacher, in sampling and in scoring")
     max_new_tokens: int = opt(96, "longest completion; longer ones are cut, graded and trained on as they are")
+    max_turns: int = opt(1, "turns that the student acts in the world before it is graded: whole episodes; 1 = the next step alone")
     lr: float = opt(2e-4, "peak learning rate")
     warmup_steps: int = opt(5, "steps of linear warm-up")
     weight_decay: float = opt(0.0, "AdamW weight decay; above 0 even an empty hint moves the weights")
@@ -113,11 +115,12 @@ def check(cfg):
         (cfg.parallel == "shard" and world() == 1, "--parallel shard cuts the weights over several processes: start it with torchrun"),
         (cfg.tasks_per_step < world(), f"--tasks_per_step {cfg.tasks_per_step}: each of the {world()} processes needs a task"),
         (cfg.lora_alpha <= 0, "--lora_alpha is above 0"),
+        (cfg.refresh_every and cfg.max_turns > 1, "--refresh_every searches hints for single steps: it goes with --max_turns 1"),
     ]:
         if wrong:
             die(message)
-    at_least(1, cfg, "steps", "tasks_per_step", "rollouts_per_task", "max_new_tokens", "eval_every", "save_every", "eval_seeds",
-             "row_tokens", "kl_chunk", "refresh_rollouts")
+    at_least(1, cfg, "steps", "tasks_per_step", "rollouts_per_task", "max_new_tokens", "max_turns", "eval_every", "save_every",
+             "eval_seeds", "row_tokens", "kl_chunk", "refresh_rollouts")
     at_least(0, cfg, "warmup_steps", "weight_decay", "top_k", "lora_rank", "refresh_every")
 
 
@@ -373,12 +376,16 @@ def check_adapter(shapes):
         raise ValueError(f"an adapter would be saved broken: {', '.join(wrong + alone)}")
 
 
+def render(tokenizer, task, hint, cfg, later=()):
+    """The ids of a task's prompt, after the messages `later` of an episode: the teacher's, the student's with hint ""."""
+    return render_prompt(tokenizer, task["messages"], task["tools"], hint, cfg.hint_position, cfg.enable_thinking, load_demos(cfg.demos), later)
+
+
 def render_prompts(tokenizer, tasks, hints, cfg, max_length):
     """{task id: (student ids, teacher ids)}: the same prefix without and with the hint."""
-    prompts, demos = {}, load_demos(cfg.demos)
+    prompts = {}
     for task in tasks:
-        student, teacher = (render_prompt(tokenizer, task["messages"], task["tools"], hint, cfg.hint_position,
-                                          cfg.enable_thinking, demos) for hint in ("", hints[task["id"]]["hint"]))
+        student, teacher = (render(tokenizer, task, hint, cfg) for hint in ("", hints[task["id"]]["hint"]))
         if max(len(student), len(teacher)) + cfg.max_new_tokens > max_length:
             die(f"task {task['id']}: {max(len(student), len(teacher))} tokens of prompt and {cfg.max_new_tokens} new ones "
                 f"do not fit the model's {max_length}")
@@ -656,43 +663,47 @@ def chunked_kl(hidden_s, weight_s, hidden_t, weight_t, chunk=256, divergence="re
     return chunked_loss(dense_loss(divergence, top_k), hidden_s, weight_s, hidden_t, weight_t, None, chunk, temperature)[0]
 
 
-@dataclass
-class Rollout:
-    """One completion: its task, the seed and the Sample it came from, its Grade."""
-    task: dict
-    seed: int
-    sample: object
-    grade: object
-
-    def row(self, step, hints, reverse_kl):
-        """What rollouts.jsonl keeps; reverse_kl is the mean over the rollout's tokens, turn the number of turns before this one."""
-        task, sample = self.task, self.sample
-        return {"step": step, "id": task["id"], "hint_id": hints[task["id"]]["hint_id"],
-                "turn": sum(message["role"] == "assistant" for message in task["messages"]), "seed": self.seed,
-                "weight_version": step - 1, "completion": sample.text, "completion_ids": sample.ids, "logprobs": sample.logprobs,
-                "reward": self.grade.reward, "finish_reason": sample.finish_reason, "reverse_kl": reverse_kl}
-
-
-def sample_rollouts(engine, tokenizer, places, prompts, cfg):
-    """The graded rollouts of the student: a list for each of `places`, (position, task). The position counts the tasks trained on
+def sample_episodes(engine, tokenizer, places, prompts, cfg):
+    """The student's graded episodes: a list for each of `places`, (position, task). The position counts the tasks trained on
     before it and names the random stream.
 
-    The text is for the grader only: training goes on with the sampled ids.
+    The text is for world and grader only: training goes on with the sampled ids.
     """
-    tasks = [task for _, task in places]
     seeds = [[stable_seed("rollout", cfg.seed, position, k) for k in range(cfg.rollouts_per_task)] for position, _ in places]
-    samples = sample_tasks(engine, tokenizer, tasks, [prompts[task["id"]][0] for task in tasks], seeds, cfg.max_new_tokens,
-                           cfg.temperature)
-    return [[Rollout(task, seed, sample, grade_or_stop(task, sample.text)) for seed, sample in zip(task_seeds, task_samples)]
-            for task, task_seeds, task_samples in zip(tasks, seeds, samples)]
+    groups = play_tasks(engine, tokenizer, [task for _, task in places], seeds,
+                        lambda task, later: render(tokenizer, task, "", cfg, later) if later else prompts[task["id"]][0],
+                        cfg.max_turns, cfg.max_new_tokens, cfg.temperature,
+                        room=max(len(teacher) - len(student) for student, teacher in prompts.values()))
+    for episode in [episode for group in groups for episode in group if episode.error]:
+        stop_on_breakdown(episode.task, episode.error)
+    return groups
 
 
-def rollout_metrics(rows, per_task):
-    """What metrics.jsonl says of a step's rollouts, per_task rows after one another. Silent groups have equal rewards: no GRPO."""
-    rewards = torch.tensor([row["reward"] for row in rows]).view(-1, per_task)
-    return {"reward_mean": float(rewards.mean()), "pass_rate": float((rewards >= 1).float().mean()),
-            "truncated_frac": sum(row["finish_reason"] == "length" for row in rows) / len(rows),
-            "silent_groups_frac": float((rewards.std(-1, correction=0) < 1e-8).float().mean())}
+def pack_roles(groups, tokenizer, prompts, hints, cfg):
+    """(student rows, teacher rows): the same sampled tokens in the same order, after prompts without and with the hint."""
+    def teacher_prompt(task, turn):
+        return render(tokenizer, task, hints[task["id"]]["hint"], cfg, turn.before) if turn.before else prompts[task["id"]][1]
+    return [pack_episodes([[[(prompt_of(episode.task, turn), turn.sample.ids) for turn in episode.turns] for episode in group]
+                           for group in groups], cfg.row_tokens) for prompt_of in (lambda task, turn: turn.prompt, teacher_prompt)]
+
+
+def rollout_rows(places, groups, kl, step, hints, note):
+    """[(position, row of rollouts.jsonl)], a row for each turn. kl (T,): KL(student || teacher) of the sampled tokens.
+
+    `turn` counts the turns before this one, `messages` are those of them that the episode itself has made.
+    """
+    rows, start = [], 0
+    for (position, task), group in zip(places, groups):
+        first = sum(message["role"] == "assistant" for message in task["messages"])
+        for episode in group:
+            for k, turn in enumerate(episode.turns):
+                sample, of_turn = turn.sample, kl[start:(start := start + len(turn.sample.ids))]
+                rows.append((position, {
+                    "step": step, "id": task["id"], "hint_id": hints[task["id"]]["hint_id"], "turn": first + k, "seed": episode.seed,
+                    "weight_version": step - 1, "completion": sample.text, "completion_ids": sample.ids, "logprobs": sample.logprobs,
+                    "reward": episode.grade.reward, "finish_reason": sample.finish_reason, "reverse_kl": float(of_turn.mean()), **note,
+                    **({"messages": turn.before} if turn.before else {})}))
+    return rows
 
 
 def token_means(num_tokens, **values):
@@ -701,6 +712,24 @@ def token_means(num_tokens, **values):
     if world() > 1:
         torch.distributed.all_reduce(sums)
     return dict(zip(values, (sums / num_tokens).tolist()))
+
+
+def step_metrics(rows, packed, kl, log_ratio, num_tokens, weight, cfg):
+    """What metrics.jsonl says of a step's rollouts. Silent groups have equal rewards: no GRPO.
+
+    rows: of rollouts.jsonl; packed: the student's Rows; kl and log_ratio (T,): KL(student || teacher) and the log-prob of the
+    trainer less that of the sampler, nats.
+    """
+    rewards = torch.tensor([row["reward"] for row in rows if "messages" not in row]).view(-1, cfg.rollouts_per_task)  # one of an episode
+    ratio = log_ratio.exp()
+    metrics = {"reward_mean": float(rewards.mean()), "pass_rate": float((rewards >= 1).float().mean()),
+               "truncated_frac": sum(row["finish_reason"] == "length" for row in rows) / len(rows),
+               "silent_groups_frac": float((rewards.std(-1, correction=0) < 1e-8).float().mean()),
+               "row_fill": sum(len(row.input_ids) for row in packed) / (len(packed) * cfg.row_tokens),
+               **token_means(num_tokens, reverse_kl=kl, logprob_gap=log_ratio.abs(), sampler_kl_k3=ratio - 1 - log_ratio)}
+    if cfg.loss == "policy_gradient":
+        metrics |= {"grpo_weight": weight, **token_means(num_tokens, ratio_mean=ratio, ratio_clipped_frac=ratio > 2)}
+    return metrics
 
 
 def student_pass(model, teacher, rows, hidden_t, loss_of, num_tokens, cfg):
@@ -795,19 +824,8 @@ def report(out_dir):
     print(f"{len(metrics)} steps in {seconds:.0f} s, evaluations not counted; weights in {out_dir / 'checkpoint'}")
 
 
-def main(cfg):
-    join_ranks(cfg)
-    check(cfg)
-    started = time.time()
-    tasks, eval_tasks = load_tasks(cfg.tasks, cfg.num_tasks), load_tasks(cfg.eval_tasks)
-    refuse_overlap(tasks, eval_tasks)
-    hints = load_hints(cfg.hints, tasks, cfg.control, cfg.seed)
-    trained = select_tasks(tasks, hints, cfg)
-    out_dir, resumed, done = open_run(cfg, [*cfg.tasks, *cfg.eval_tasks, cfg.hints, cfg.demos, cfg.model,
-                                            *world_files([*tasks, *eval_tasks])])
-    if done == cfg.steps:
-        return rank() or report(out_dir)
-
+def set_up(cfg, resumed):
+    """(model, tokenizer, adapter, teacher, weights, optimizer, engine) at the start, or as the checkpoint `resumed` left them."""
     model, tokenizer = load_model(cfg.model if cfg.lora_rank else resumed or cfg.model, cfg.device, cfg.dtype)
     adapter = add_adapter(model, cfg, resumed) if cfg.lora_rank else None
     state = torch.load(resumed / "training_state.pt", map_location="cpu") if resumed else {}
@@ -821,15 +839,33 @@ def main(cfg):
     if resumed:
         resume(optimizer, weights, state)
     engine, _ = load_engine(cfg, cfg.model, () if cfg.parallel == "shard" else (model, tokenizer))
+    return model, tokenizer, adapter, teacher, weights, optimizer, engine
 
-    def sync(changed=True):  # transformers samples from the weights in training; an engine with weights of its own is given them
-        if cfg.engine == "vllm":
-            engine.push(plain_weights(model), changed)
-            check_sync(engine, model, [student for student, _ in list(prompts.values())[:8]], cfg.temperature,
-                       0.05 if cfg.dtype == "float32" else 0.15)  # in bfloat16 equal weights were seen 0.06 apart
-        elif cfg.parallel == "shard":
-            engine.model.load_state_dict(dict(plain_weights(model)))
 
+def sync(engine, model, prompts, cfg, changed=True):
+    """Gives an engine with weights of its own the model's; transformers samples from the weights in training."""
+    if cfg.engine == "vllm":
+        engine.push(plain_weights(model), changed)
+        check_sync(engine, model, [student for student, _ in list(prompts.values())[:8]], cfg.temperature,
+                   0.05 if cfg.dtype == "float32" else 0.15)  # in bfloat16 equal weights were seen 0.06 apart
+    elif cfg.parallel == "shard":
+        engine.model.load_state_dict(dict(plain_weights(model)))
+
+
+def main(cfg):
+    join_ranks(cfg)
+    check(cfg)
+    started = time.time()
+    tasks, eval_tasks = load_tasks(cfg.tasks, cfg.num_tasks), load_tasks(cfg.eval_tasks)
+    refuse_overlap(tasks, eval_tasks)
+    hints = load_hints(cfg.hints, tasks, cfg.control, cfg.seed)
+    trained = select_tasks(tasks, hints, cfg)
+    out_dir, resumed, done = open_run(cfg, [*cfg.tasks, *cfg.eval_tasks, cfg.hints, cfg.demos, cfg.model,
+                                            *world_files([*tasks, *eval_tasks])])
+    if done == cfg.steps:
+        return rank() or report(out_dir)
+
+    model, tokenizer, adapter, teacher, weights, optimizer, engine = set_up(cfg, resumed)
     prompts = render_prompts(tokenizer, trained, hints, cfg, model.config.max_position_embeddings)
     refreshes = range(cfg.refresh_every, cfg.steps, cfg.refresh_every) if cfg.refresh_every else ()  # steps after which hints are searched
     pass_rates = [row["pass_rate"] for row in read_jsonl(out_dir / "metrics.jsonl")] if resumed else []
@@ -840,34 +876,34 @@ def main(cfg):
     def evaluate(step):
         if rank() == 0:
             evaluate_model(engine, tokenizer, eval_tasks, cfg.eval_seeds, out_dir / "eval.jsonl", {"step": step}, cfg.seed,
-                           cfg.temperature, cfg.max_new_tokens, enable_thinking=cfg.enable_thinking, demos=load_demos(cfg.demos))
+                           cfg.temperature, cfg.max_new_tokens, enable_thinking=cfg.enable_thinking, demos=load_demos(cfg.demos),
+                           max_turns=cfg.max_turns)
         wait_for_ranks()
 
-    sync(changed=False)
+    sync(engine, model, prompts, cfg, changed=False)
     if done == 0:
         evaluate(0)
     for step in range(done + 1, cfg.steps + 1):
         for earlier in [s for s in refreshes if s == step - 1 or step == done + 1 and s < step]:  # on resuming, all so far
             hints = refresh_hints(cfg, out_dir, earlier, engine, tokenizer, trained, hints)
             prompts = render_prompts(tokenizer, trained, hints, cfg, model.config.max_position_embeddings)
-        # Sample from the student, without a hint, and grade.
+        # The student acts without a hint and is graded.
         clock = [time.time()]
         position = (step - 1) * cfg.tasks_per_step
         order = task_order(len(trained), cfg.seed, position, cfg.tasks_per_step)
         places = [(position + i, trained[task]) for i, task in enumerate(order)][rank()::world()]  # all of them, when alone
-        groups = sample_rollouts(engine, tokenizer, places, prompts, cfg)
-        rewards = torch.tensor([[rollout.grade.reward for rollout in group] for group in groups])  # (tasks, per task)
+        groups = sample_episodes(engine, tokenizer, places, prompts, cfg)
         clock.append(time.time())
 
-        # Pack twice. Every (T,) tensor from here on lists the completion tokens in one order: task, rollout, token.
-        student_rows, teacher_rows = (pack_rows([(prompts[task["id"]][role], [rollout.sample.ids for rollout in group])
-                                                 for (_, task), group in zip(places, groups)], cfg.row_tokens) for role in (0, 1))
-        rollouts = [rollout for group in groups for rollout in group]
-        lengths = [len(rollout.sample.ids) for rollout in rollouts]
-        num_tokens = sum(gathered(lengths))  # of the whole step; T is the share of this rank, so all of them when it is alone
+        # Pack twice. Every (T,) tensor from here on lists the sampled tokens in one order: task, episode, turn, token.
+        student_rows, teacher_rows = pack_roles(groups, tokenizer, prompts, hints, cfg)
+        samples = [[turn.sample for turn in episode.turns] for group in groups for episode in group]  # per episode
+        lengths = torch.tensor([sum(len(sample.ids) for sample in of_episode) for of_episode in samples])
+        num_tokens = sum(gathered(lengths.tolist()))  # of the whole step; T is the share of this rank, so all of them when it is alone
         targets = torch.cat([row.targets for row in student_rows]).to(model.device)
-        sampler_logprobs = torch.tensor([x for rollout in rollouts for x in rollout.sample.logprobs], device=model.device)
-        grpo = grpo_advantages(rewards).flatten().float().repeat_interleave(torch.tensor(lengths)).to(model.device)
+        sampler_logprobs = torch.tensor([x for of_episode in samples for sample in of_episode for x in sample.logprobs], device=model.device)
+        rewards = torch.tensor([[episode.grade.reward for episode in group] for group in groups])  # (tasks, per task)
+        grpo = grpo_advantages(rewards).flatten().float().repeat_interleave(lengths).to(model.device)
         weight = grpo_weight_at(step, cfg, pass_rates)
 
         # Teacher: the hidden states that predict the same tokens with the hint in the prefix.
@@ -885,22 +921,15 @@ def main(cfg):
         if cfg.teacher == "ema":
             update_ema(teacher, model, cfg.ema_decay)
         clock.append(time.time())
-        sync(changed=bool(grad_norm > 0))
+        sync(engine, model, prompts, cfg, changed=bool(grad_norm > 0))
         clock.append(time.time())
 
         # Records, held-out evaluation, checkpoint: in this order, so that a checkpoint vouches for all rows up to its step.
-        log_ratio = logprobs - sampler_logprobs  # trainer against sampler, nats
-        ratio = log_ratio.exp()
-        rows = gathered([(position, rollout.row(step, hints, float(of_rollout.mean())) | seed_note(engine)) for (position, rollout), of_rollout
-                         in zip([(position, rollout) for (position, _), group in zip(places, groups) for rollout in group], kl.split(lengths))])
-        rows = [row for _, row in sorted(rows, key=lambda placed: placed[0])]
+        placed = gathered(rollout_rows(places, groups, kl, step, hints, seed_note(engine)))
+        rows = [row for _, row in sorted(placed, key=lambda placed: placed[0])]
         metrics = {"step": step, "loss": loss, "num_tokens": num_tokens, "grad_norm": float(grad_norm), "lr": lr_at(step, cfg),
-                   **rollout_metrics(rows, cfg.rollouts_per_task),
-                   "row_fill": sum(len(row.input_ids) for row in student_rows) / (len(student_rows) * cfg.row_tokens),
-                   **token_means(num_tokens, reverse_kl=kl, logprob_gap=log_ratio.abs(), sampler_kl_k3=ratio - 1 - log_ratio)}
-        if cfg.loss == "policy_gradient":
-            metrics |= {"grpo_weight": weight, **token_means(num_tokens, ratio_mean=ratio, ratio_clipped_frac=ratio > 2)}
-        metrics |= {f"seconds_{name}": b - a for name, a, b in zip(("sample", "teacher", "student", "push"), clock, clock[1:])}
+                   **step_metrics(rows, student_rows, kl, logprobs - sampler_logprobs, num_tokens, weight, cfg),
+                   **{f"seconds_{name}": b - a for name, a, b in zip(("sample", "teacher", "student", "push"), clock, clock[1:])}}
         pass_rates.append(metrics["pass_rate"])
         if rank() == 0:
             append_jsonl(out_dir / "metrics.jsonl", metrics)
