@@ -44,6 +44,7 @@ from common import (EngineConfig, InfraError, RowLog, ask_server, at_least, die,
 class Config(EngineConfig):
     tasks: list[str] = opt(["data/toolworld/train_tool.jsonl", "data/toolworld/train_chat.jsonl"], "task files")
     num_tasks: int = opt(240, "a subset balanced over failure kinds; 0 takes all")
+    ids: str = opt("", "a file of rows with id: these tasks and no others, whatever --num_tasks says")
     model: str = opt("data/toolworld/base", "the teacher: a Hugging Face folder")
     out_dir: str = opt("out", "where the results go; a run that was cut goes on there")
     writer: str = opt("scripted", "who writes hints: templates (a stand-in for an LLM; the weak one knows only the tools) | an LLM server | a file",
@@ -1084,14 +1085,19 @@ def main(cfg):
         die("--search agent needs a writer that decides: --writer openai or scripted")
     at_least(1, cfg, "max_rounds", "fresh", "concurrency", "max_new_tokens", "prompt_batch")
     at_least(0, cfg, "confirm", "max_retries", "temperature", "budget", "siblings")
-    tasks = load_tasks(cfg.tasks, cfg.num_tasks)
+    tasks = load_tasks(cfg.tasks, 0 if cfg.ids else cfg.num_tasks)
+    if cfg.ids:
+        wanted = {row.get("id") for row in read_jsonl(cfg.ids)}
+        for unknown in sorted(wanted - {task["id"] for task in tasks}, key=str):
+            die(f"{cfg.ids}: {unknown} is in none of {', '.join(cfg.tasks)}")
+        tasks = [task for task in tasks if task["id"] in wanted]
     if not tasks:
         die(f"no tasks in {', '.join(cfg.tasks)}")
     if cfg.objective != "rerollout" or cfg.gate != "none":
         for task in tasks:
             if not task.get("failed_completion"):
                 die(f"task {task['id']} has no failed_completion, which --objective {cfg.objective} and --gate {cfg.gate} read")
-    start_run(cfg.out_dir, cfg, inputs=[*cfg.tasks, cfg.hints_file, cfg.demos, cfg.model, *world_files(tasks)], ignore=FREE_FIELDS)
+    start_run(cfg.out_dir, cfg, inputs=[*cfg.tasks, cfg.ids, cfg.hints_file, cfg.demos, cfg.model, *world_files(tasks)], ignore=FREE_FIELDS)
     if cfg.gate != "none" and cfg.gate != "logit_shift" and not cfg.gate_model:
         print(f"gate {cfg.gate}: a stand-in computed with the student (--gate_model asks a server)")
     hints, trials, calls = search(cfg, tasks, *load_engine(cfg, cfg.model))

@@ -511,6 +511,18 @@ def test_contradictory_flags_are_refused(cfg, change, message):
         optimize_hints.main(replace(cfg, **change))
 
 
+def test_a_file_of_ids_selects_tasks(tiny_model_dir, tiny_tasks, tmp_path):
+    ids = [row["id"] for row in read_jsonl(tiny_tasks)]
+    (tmp_path / "ids.jsonl").write_text(json.dumps({"id": ids[1]}) + "\n")
+    cfg = Config(tasks=[str(tiny_tasks)], num_tasks=0, ids=str(tmp_path / "ids.jsonl"), model=str(tiny_model_dir), out_dir=str(tmp_path / "out"),
+                 max_rounds=1, max_new_tokens=8)
+    optimize_hints.main(cfg)
+    assert len(ids) > 1 and read_jsonl(tmp_path / "out" / "summary.jsonl")[0]["tasks"] == 1
+    (tmp_path / "ids.jsonl").write_text('{"id": "nobody"}\n')
+    with pytest.raises(SystemExit, match="nobody is in none of"):
+        optimize_hints.main(replace(cfg, out_dir=str(tmp_path / "other")))
+
+
 def test_main_on_a_model(tiny_model_dir, tiny_tasks, tmp_path, capsys):
     cfg = Config(tasks=[str(tiny_tasks)], num_tasks=0, model=str(tiny_model_dir), out_dir=str(tmp_path / "out"), max_rounds=2, max_new_tokens=8)
     optimize_hints.main(cfg)
