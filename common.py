@@ -1380,7 +1380,7 @@ class Row:
 
     def to(self, device):
         def moved(tensor):  # a copy from pinned memory does not wait for the GPU, which has other rows to do
-            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+            return tensor.pin_memory().to(device, non_blocking=True) if str(device).startswith("cuda") else tensor.to(device)
         return Row(*(moved(getattr(self, field.name)) for field in dataclasses.fields(self)[:-1]), self.room)
 
 

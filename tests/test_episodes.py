@@ -203,7 +203,7 @@ def test_every_token_of_an_episode_carries_its_advantage(run, task):
     path = run.folder / "train.jsonl"
     rows = [row | {"spec": {**row["spec"], "even": True}} for row in read_jsonl(path)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = dict(loss="policy_gradient", grpo_weight=1.0, steps=1, rollouts_per_task=4, lr=1e-3)
+    flags = dict(loss="policy_gradient", grpo_weight=1.0, steps=1, rollouts_per_task=16, lr=1e-3)
     folder = run("a", **flags)
     assert same_weights(folder / "checkpoint", run("b", control="empty", **flags) / "checkpoint")
     (metrics,), turns = (read_jsonl(folder / f"{name}.jsonl") for name in ("metrics", "rollouts"))
